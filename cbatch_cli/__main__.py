@@ -1,0 +1,5 @@
+"""`python -m cbatch_cli`."""
+
+from cbatch_cli.cli import main
+
+main()

@@ -1,0 +1,40 @@
+"""The rows that flow from a source to the sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch_cli.errors import RowError
+from cbatch_cli.metrics import RequestMetrics
+from cbatch_cli.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input row. A row that could not be read has an `error` and no columns.
+
+    `content_hash` is a 128-bit BLAKE2b of the raw line (JSONL, CSV) or of the row's values
+    (Parquet), so that a resumed run can tell that a row is the one it has an answer for.
+    """
+
+    index: int
+    columns: dict[str, Any] = field(default_factory=dict)
+    error: RowError | None = None
+    content_hash: bytes = b""
+    source_file: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowResult:
+    """What the output holds for one row, beside its own columns.
+
+    `completion` is None exactly when `error` is set. `token_ids` is None unless asked for.
+    """
+
+    row_index: int
+    completion: str | None
+    finish_reason: FinishReason
+    error: RowError | None
+    metrics: RequestMetrics
+    token_ids: tuple[int, ...] | None = None
