@@ -1,0 +1,1 @@
+"""Models: the only room that touches transformers' modelling code."""

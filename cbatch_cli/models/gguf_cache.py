@@ -1,0 +1,143 @@
+"""GGUF files, converted once into folders that load in a second.
+
+Dequantising and rebuilding the tokenizer take up to a minute, so the result is kept in a cache
+under the SHA-256 of the GGUF file: safetensors, tokenizer.json, config, generation config.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cbatch_cli.errors import ModelError
+
+LOGGER = logging.getLogger(__name__)
+
+# Part of the key: raise it when a conversion gives other files than before.
+_LAYOUT_VERSION = 1
+
+
+def cache_root() -> Path:
+    """Where converted models are kept: `CBATCH_CACHE`, else `cbatch` in the XDG cache folder."""
+    if chosen := os.environ.get("CBATCH_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "cbatch"
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def converted_folder(sha256: str, provide_gguf: Callable[[Path], Path]) -> Path:
+    """The folder of the converted model whose GGUF file has this hash, made if it is missing.
+
+    `provide_gguf(scratch)` returns the path of the GGUF file and may create it in the folder
+    `scratch`; it is called only if the conversion has to be done. Two processes that ask at once
+    convert once: the second waits. A conversion that is cut short leaves nothing that would be
+    taken for a model. Raises `ModelError` if the file cannot be converted or the cache written.
+    """
+    folder = cache_root() / "gguf" / f"{sha256}-v{_LAYOUT_VERSION}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                _convert_into(folder, provide_gguf)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep the converted model in {folder.parent}: {error}; "
+            "CBATCH_CACHE names another place"
+        ) from error
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(folder: Path, provide_gguf: Callable[[Path], Path]) -> None:
+    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
+        shutil.rmtree(leftover)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.", suffix=".tmp"))
+    try:
+        source = scratch / "source"
+        source.mkdir()
+        gguf_file = provide_gguf(source)
+        LOGGER.warning("converting %s once into %s", gguf_file.name, folder)
+        if gguf_file.parent != source:
+            # Beside other files of a model folder transformers might read those as well.
+            link = source / "model.gguf"
+            link.symlink_to(gguf_file.resolve())
+            gguf_file = link
+        result = scratch / "result"
+        _dequantize(gguf_file, result)
+        _sync(result)
+        result.rename(folder)
+        _fsync(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _dequantize(gguf_file: Path, result: Path) -> None:
+    """Write the model of a GGUF file as plain float32 safetensors with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(result)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(result)
+    except ImportError as error:
+        raise ModelError(
+            f"reading a GGUF file needs a package that is missing: {error}; "
+            "`pip install cbatch[demo]` installs it"
+        ) from error
+    except (ValueError, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ModelError(f"cannot convert the GGUF file: {error}") from error
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_whole_gguf(path: Path) -> None:
+    """Raise `ModelError` if `path` is no GGUF file or only one part of a split one."""
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ModelError(f"{path} is not a GGUF file")
+    if match := re.search(r"-\d{5}-of-(\d{5})\.gguf$", path.name):
+        count = int(match.group(1))
+        if count > 1:
+            raise ModelError(
+                f"{path} is one of {count} parts; join them with llama-gguf-split --merge first"
+            )
