@@ -1,0 +1,1 @@
+"""The continuous-batching engine: token ids in, token ids out."""

@@ -1,0 +1,219 @@
+"""The loop: take in requests, schedule, execute, hand out what has finished. No torch here."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from cbatch_cli.engine.client import ModelRunner, TokenListener
+from cbatch_cli.engine.scheduler import Scheduler
+from cbatch_cli.engine.sequence import Sequence
+from cbatch_cli.engine.stats import EngineStats
+from cbatch_cli.engine.step import StepOutput
+from cbatch_cli.errors import CBatchError, EngineError, RowError, RowErrorType
+from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
+
+
+class EngineCore:
+    """Continuous batching over a `Scheduler` and a `ModelRunner`; sees token ids only.
+
+    One thread runs `generate` or `outputs`; `submit`, `finish` and `close_input` may be called
+    from any. A request that cannot run comes back as an output with an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        token_listener: TokenListener | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.token_listener = token_listener
+        self.stats = EngineStats(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
+        self._runner = runner
+        self._window = 2 * scheduler.max_num_seqs
+        """Requests pulled ahead of admission: enough to fill every slot anew."""
+        self._inbox: deque[Request] = deque()
+        self._finish_calls: deque[tuple[RequestKey, int | None, FinishReason]] = deque()
+        self._changed = threading.Condition()
+        self._input_open = True
+        self._feed_error: BaseException | None = None
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens, prompt and output together, that one sequence can hold."""
+        return self.scheduler.max_sequence_tokens
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; thread-safe, never blocks. Raises `ValueError` once input is closed."""
+        with self._changed:
+            if not self._input_open:
+                raise ValueError("the engine's input is closed")
+            self._inbox.append(request)
+            self._changed.notify_all()
+
+    def close_input(self) -> None:
+        """Say that no request will follow: `outputs` ends when all are done."""
+        with self._changed:
+            self._input_open = False
+            self._changed.notify_all()
+
+    def finish(self, key: RequestKey, keep_n: int | None, reason: FinishReason) -> None:
+        """End a generation before the next step, keeping `keep_n` output ids; thread-safe."""
+        with self._changed:
+            self._finish_calls.append((key, keep_n, reason))
+            self._changed.notify_all()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Run `requests` and yield each output as it finishes.
+
+        The iterable is pulled on a thread of its own and only while the window has room, so it may
+        be endless, and slow without holding up a step. Its exceptions are raised here.
+        """
+        with self._changed:
+            self._input_open = True
+            self._feed_error = None
+        feeder = threading.Thread(
+            target=self._feed, args=(requests,), name="cbatch-feeder", daemon=True
+        )
+        feeder.start()
+        try:
+            yield from self.outputs()
+        finally:
+            self.close_input()
+            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
+            self._inbox.clear()
+
+    def outputs(self) -> Iterator[RequestOutput]:
+        """Step until the input is closed and every request has ended, yielding as they end."""
+        while True:
+            yield from self._take_in()
+            if self.scheduler.has_unfinished:
+                yield from self._step()
+                continue
+            with self._changed:
+                if self._inbox or self._finish_calls:
+                    continue
+                if not self._input_open:
+                    break
+                with self.stats.phase("wait_for_input"):
+                    self._changed.wait()
+        if self._feed_error is not None:
+            raise self._feed_error
+
+    def _feed(self, requests: Iterable[Request]) -> None:
+        iterator = iter(requests)
+        try:
+            while self._wait_for_room():
+                try:
+                    request = next(iterator)
+                except StopIteration:
+                    break
+                with self._changed:
+                    if not self._input_open:
+                        break
+                    self._inbox.append(request)
+                    self._changed.notify_all()
+        except BaseException as error:
+            self._feed_error = error
+        finally:
+            self.close_input()
+
+    def _wait_for_room(self) -> bool:
+        """Block until another request may be pulled; False once input is closed."""
+
+        def has_room() -> bool:
+            waiting = len(self._inbox) + len(self.scheduler.waiting)
+            return waiting < self._window or not self._input_open
+
+        with self._changed:
+            self._changed.wait_for(has_room)
+            return self._input_open
+
+    def _take_in(self) -> Iterator[RequestOutput]:
+        with self._changed:
+            requests = list(self._inbox)
+            finish_calls = list(self._finish_calls)
+            self._inbox.clear()
+            self._finish_calls.clear()
+            self.scheduler.input_open = self._input_open
+        for request in requests:
+            sequence = Sequence(request, num_kv_groups=len(self.scheduler.blocks.allocators))
+            sequence.error = self._refusal(request)
+            if sequence.error is None:
+                self.scheduler.add(sequence)
+            else:
+                sequence.finish_reason = FinishReason.ERROR
+                yield sequence.output()
+        for key, keep_n, reason in finish_calls:
+            ended = self.scheduler.finish(key, keep_n, reason)
+            if ended is not None:
+                yield self._hand_out(ended)
+
+    def _refusal(self, request: Request) -> RowError | None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            return RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no tokens")
+        if num_prompt_tokens + 1 > self.max_sequence_tokens:
+            return RowError(
+                RowErrorType.PROMPT_TOO_LONG,
+                f"the prompt has {num_prompt_tokens} tokens; with one more for the answer it "
+                f"exceeds the {self.max_sequence_tokens} that fit",
+            )
+        return None
+
+    def _step(self) -> Iterator[RequestOutput]:
+        stats, scheduler = self.stats, self.scheduler
+        with stats.phase("schedule"):
+            step = scheduler.schedule()
+        if step is None:
+            self._wait_for_admission()
+            return
+        with self._changed:
+            self._changed.notify_all()  # admission made room in the window
+            more = bool(scheduler.waiting) or self._input_open or bool(self._inbox)
+        stats.start_step(step, kv_cache_usage=scheduler.blocks.usage, more=more)
+        try:
+            sampled = self._runner.execute(step, stats)
+        except CBatchError:
+            raise
+        except Exception as error:
+            raise EngineError(f"step {step.step_id} failed: {error}") from error
+        with stats.phase("update"):
+            ended = scheduler.update(sampled)
+            stats.num_preemptions = scheduler.num_preemptions
+            stats.num_recomputed_tokens = scheduler.num_recomputed_tokens
+            stats.end_step(num_sampled=sum(map(len, sampled.token_ids.values())))
+            self._tell_listener(sampled)
+        for sequence in ended:
+            yield self._hand_out(sequence)
+
+    def _wait_for_admission(self) -> None:
+        """Static admission waits for a full batch; nothing else leaves a step empty."""
+        with self._changed:
+            if not self._inbox and not self._finish_calls and self.scheduler.input_open:
+                if not self._input_open:
+                    return
+                with self.stats.phase("wait_for_input"):
+                    self._changed.wait()
+
+    def _tell_listener(self, sampled: StepOutput) -> None:
+        if self.token_listener is None:
+            return
+        watched = {
+            key: token_ids
+            for key, token_ids in sampled.token_ids.items()
+            if self.scheduler.has_stop_strings(key)
+        }
+        if watched:
+            self.token_listener(watched)
+
+    def _hand_out(self, sequence: Sequence) -> RequestOutput:
+        self.stats.add_finished(sequence)
+        return sequence.output()
