@@ -1,5 +1,8 @@
 """`python -m cbatch_cli`."""
 
+import sys
+
 from cbatch_cli.cli import main
 
-main()
+if __name__ == "__main__":
+    sys.exit(main())

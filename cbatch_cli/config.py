@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cbatch_cli.config_values import ByteCount, convert, kind_of, parse_text
 from cbatch_cli.errors import UsageError
+from cbatch_cli.request import SAMPLING_FIELDS, SamplingParams
 
 ENV_PREFIX = "CBATCH_"
 DEMO_MODEL = "gemma-3-270m"
@@ -55,7 +57,7 @@ class EngineConfig:
     """Token positions in one KV block."""
     num_kv_blocks: int | None = None
     """Exact size of the KV pool in blocks; set by tests, else derived from memory."""
-    kv_cache_memory: int | None = None
+    kv_cache_memory: ByteCount | None = None
     """Size of the KV pool in bytes."""
     gpu_memory_utilization: float = 0.92
     max_model_len: int | None = None
@@ -80,14 +82,17 @@ class EngineConfig:
             )
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be at least 0 and below 2**64, not {self.seed}")
-        device, _, index = self.device.partition(":")
-        if device not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
-    """One batch job: where rows come from, what is asked, where answers go."""
+    """One batch job: where rows come from, what is asked, where answers go.
+
+    A sampling field that is `None` follows the model's generation config. Raises `ValueError`
+    naming field, value and range.
+    """
 
     inputs: tuple[str, ...]
     output: str | None = None
@@ -102,7 +107,7 @@ class JobConfig:
     columns: str = "all"
     """Columns passed through: `all`, `none`, or a comma-separated list."""
     limit: int | None = None
-    max_line_bytes: int = 64 * 2**20
+    max_line_bytes: ByteCount = 64 * 2**20
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -125,47 +130,87 @@ class JobConfig:
         _at_least(self, 1, "limit", "max_line_bytes", "rows_per_part")
         if not self.inputs:
             raise ValueError("inputs must name at least one file")
+        if "-" in self.inputs and self.output is None:
+            raise ValueError("output must be given when the input is standard input")
         if self.template is not None and (self.prompt_column or self.messages_column):
             raise ValueError("template cannot be combined with prompt_column or messages_column")
         if self.prompt_column and self.messages_column:
             raise ValueError("prompt_column cannot be combined with messages_column")
+        for name in ("model", "columns", "output_column"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+        # The upper bound of min_tokens is the model's business where max_tokens is not given.
+        given = self.sampling_options
+        SamplingParams(**{"max_tokens": max(1, given.get("min_tokens", 1)), **given})
+
+    @property
+    def sampling_options(self) -> dict[str, Any]:
+        """The sampling fields that were given, by their `SamplingParams` names."""
+        values = {name: getattr(self, name) for name in sorted(SAMPLING_FIELDS & JOB_FIELDS)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-JOB_FIELDS = {f.name for f in dataclasses.fields(JobConfig) if f.name != "engine"}
-ENGINE_FIELDS = {f.name for f in dataclasses.fields(EngineConfig)}
-_HINTS = {**typing.get_type_hints(EngineConfig), **typing.get_type_hints(JobConfig)}
+JOB_FIELDS = frozenset(f.name for f in dataclasses.fields(JobConfig) if f.name != "engine")
+ENGINE_FIELDS = frozenset(f.name for f in dataclasses.fields(EngineConfig))
+_KINDS = {
+    name: kind_of(hint)
+    for config in (EngineConfig, JobConfig)
+    for name, hint in typing.get_type_hints(config, include_extras=True).items()
+}
+_NOT_SETTINGS = frozenset({"cache"})
+"""`CBATCH_CACHE` says where converted models are kept; it is not a setting of a job."""
 
 
-def build_job_config(
-    options: Mapping[str, Any], *, config_file: Path | None = None
-) -> JobConfig:
+def build_job_config(options: Mapping[str, Any], *, config_file: Path | None = None) -> JobConfig:
     """A `JobConfig` from `options` (None: not given), the environment and a TOML file.
 
     Raises `UsageError` for an unknown key, naming the nearest known one, and for a bad value.
     """
     merged: dict[str, Any] = {}
     if config_file is not None:
-        merged.update(_read_toml(config_file))
-    merged.update(_read_environment())
-    merged.update({name: value for name, value in options.items() if value is not None})
+        merged |= _read_toml(config_file)
+    merged |= _read_environment(os.environ)
+    for name, value in options.items():
+        _check_known(name, "the options")
+        if value is not None:
+            merged[name] = _typed(name, value, "")
     job = {name: value for name, value in merged.items() if name in JOB_FIELDS}
     engine = {name: value for name, value in merged.items() if name in ENGINE_FIELDS}
+    job.setdefault("inputs", ())
     try:
         return JobConfig(**job, engine=EngineConfig(**engine))
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def resolved_dict(config: JobConfig) -> dict[str, Any]:
-    """The whole configuration as plain values, for metadata and `--dump-config`."""
+    """The whole configuration as plain values, for metadata."""
     return dataclasses.asdict(config)
 
 
-def unknown_key_message(name: str, where: str) -> str:
-    """A sentence that names the nearest known setting."""
-    near = difflib.get_close_matches(name, JOB_FIELDS | ENGINE_FIELDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown setting {name!r} in {where}{hint}"
+def to_toml(config: JobConfig) -> str:
+    """The configuration as a TOML file that `config_file` reads; unset fields are left out."""
+    import tomli_w
+
+    values = resolved_dict(config)
+    values |= values.pop("engine")
+    return tomli_w.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def _check_known(name: str, where: str) -> None:
+    """Raise `UsageError` naming the nearest known setting."""
+    known = JOB_FIELDS | ENGINE_FIELDS
+    if name not in known:
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"unknown setting {name!r} in {where}{hint}")
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    try:
+        return convert(_KINDS[name], value)
+    except ValueError as error:
+        raise UsageError(f"{where}{name} must be {error}, not {value!r}") from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -176,44 +221,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = key.replace("-", "_")
-        if name not in JOB_FIELDS | ENGINE_FIELDS:
-            raise UsageError(unknown_key_message(name, str(path)))
-        values[name] = _coerce(name, value, str(path))
+        _check_known(name, str(path))
+        values[name] = _typed(name, value, f"{path}: ")
     return values
 
 
-def _read_environment() -> dict[str, Any]:
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values = {}
-    for key, text in os.environ.items():
-        if not key.startswith(ENV_PREFIX):
-            continue
+    for key, text in environment.items():
         name = key.removeprefix(ENV_PREFIX).lower()
-        if name == "cache":  # where converted models are kept; not a setting of a job
+        if not key.startswith(ENV_PREFIX) or name in _NOT_SETTINGS or not text:
             continue
-        if name not in JOB_FIELDS | ENGINE_FIELDS:
-            raise UsageError(unknown_key_message(name, "the environment"))
-        values[name] = _coerce(name, text, key)
+        _check_known(name, "the environment")
+        values[name] = _typed(name, parse_text(_KINDS[name], text), f"{key}: ")
     return values
-
-
-def _coerce(name: str, value: Any, where: str) -> Any:
-    """Convert text or a TOML value to the field's type. Raises `UsageError`."""
-    hint = _HINTS[name]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = next(k for k in kinds if k is not types.NoneType)
-    try:
-        if typing.get_origin(kind) is tuple:
-            item = typing.get_args(kind)[0]
-            items = [value] if isinstance(value, str | int) else value
-            return tuple(item(entry) for entry in items)
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            return {"1": True, "true": True, "0": False, "false": False}[str(value).lower()]
-        if typing.get_origin(kind) is Literal:
-            return str(value)
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
-            raise ValueError
-        return kind(value)
-    except (ValueError, TypeError, KeyError):
-        raise UsageError(f"{where}: {name} cannot be {value!r}") from None

@@ -1,0 +1,230 @@
+"""The command line: parses, calls the job, maps errors to exit codes. Data goes to stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+import cbatch_cli
+from cbatch_cli import cli_options as opt
+from cbatch_cli.cli_help import SectionedCommand
+from cbatch_cli.config import ENGINE_FIELDS, JOB_FIELDS, JobConfig, build_job_config, to_toml
+from cbatch_cli.errors import CBatchError
+
+EXIT_INTERNAL = 1
+EXIT_USAGE = 2
+EXIT_ROW_ERRORS = 4
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (those of the process unless given).
+
+    Returns the exit status; raises nothing that an argument, a row or a file could cause.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = app(given, prog_name="cbatch", standalone_mode=False)
+    except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "cbatch")
+        _print_error(f"{error.format_message()} (see {command} --help)")
+        return EXIT_USAGE
+    return int(status or 0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _print_data(f"cbatch {cbatch_cli.__version__}\n")
+        raise typer.Exit
+
+
+def _print_help(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        _print_data(ctx.get_help() + "\n")
+        raise typer.Exit
+
+
+# Typer's own --help of a group loads pydantic, which takes as long as all the rest of the help.
+@app.callback(invoke_without_command=True, add_help_option=False)
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    help: Annotated[
+        bool,
+        typer.Option(
+            "--help", "-h", callback=_print_help, is_eager=True, help="Show this message and exit."
+        ),
+    ] = False,
+) -> int:
+    """Run a file of prompts through a model: continuous batching in, Parquet out, no row lost."""
+    if ctx.invoked_subcommand is not None:
+        return 0
+    print(ctx.get_help(), file=sys.stderr)
+    return EXIT_USAGE
+
+
+@app.command(cls=SectionedCommand)
+def run(
+    ctx: typer.Context,
+    inputs: opt.Inputs = None,
+    input_format: opt.InputFormatName = None,
+    columns: opt.Columns = None,
+    limit: opt.Limit = None,
+    max_line_bytes: opt.MaxLineBytes = None,
+    prompt_column: opt.PromptColumn = None,
+    messages_column: opt.MessagesColumn = None,
+    template: opt.Template = None,
+    system: opt.System = None,
+    chat: opt.Chat = None,
+    max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    stop: opt.Stop = None,
+    stop_token_ids: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEos = None,
+    seed: opt.Seed = None,
+    model: opt.Model = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    block_size: opt.BlockSize = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
+    gpu_memory_utilization: opt.GPUMemoryUtilization = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    scheduler: opt.Scheduler = None,
+    no_prefix_caching: opt.NoPrefixCaching = False,
+    trust_remote_code: opt.TrustRemoteCode = None,
+    output: opt.Output = None,
+    output_column: opt.OutputColumn = None,
+    rows_per_part: opt.RowsPerPart = None,
+    return_token_ids: opt.ReturnTokenIds = None,
+    overwrite: opt.Overwrite = None,
+    allow_errors: opt.AllowErrors = None,
+    progress: opt.Progress = None,
+    json_summary: opt.JsonSummary = False,
+    config_file: opt.ConfigFile = None,
+    dump_config: opt.DumpConfig = False,
+    dry_run: opt.DryRun = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Answer every prompt of the inputs, one output row for each input row.
+
+    Defaults of sampling come from the model's generation config; a row's own sampling_params
+    column goes before the options.
+    """
+    # Typer gives an empty list for a repeatable option that was not given.
+    options = {
+        name: value
+        for name, value in ctx.params.items()
+        if name in JOB_FIELDS | ENGINE_FIELDS and value not in ((), [])
+    }
+    if no_prefix_caching:
+        options["prefix_caching"] = False
+
+    def action() -> int:
+        config = build_job_config(options, config_file=config_file)
+        if dump_config:
+            _print_data(to_toml(config))
+            return 0
+        if dry_run:
+            return _dry_run(config, json_summary=json_summary)
+        return _run_job(config, json_summary=json_summary, quiet=quiet)
+
+    return _guarded(action, verbose=verbose)
+
+
+def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
+    import orjson
+
+    from cbatch_cli.job import run_job
+    from cbatch_cli.progress import open_progress
+    from cbatch_cli.summary import summary_text
+
+    progress = open_progress("none" if quiet else config.progress)
+
+    def log(line: str) -> None:
+        if not quiet:
+            progress.write(line)
+
+    try:
+        summary = run_job(config, on_progress=progress.update, log=log)
+    finally:
+        progress.close()
+    if json_summary:
+        _print_data(orjson.dumps(summary, option=orjson.OPT_APPEND_NEWLINE).decode())
+    else:
+        log(summary_text(summary))
+    return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
+
+
+def _dry_run(config: JobConfig, *, json_summary: bool) -> int:
+    import orjson
+
+    from cbatch_cli.dry_run import describe_job
+
+    description = describe_job(config)
+    if json_summary:
+        _print_data(orjson.dumps(description, option=orjson.OPT_APPEND_NEWLINE).decode())
+    else:
+        _print_data("".join(f"{name:<14} {value}\n" for name, value in description.items()))
+    return 0
+
+
+def _guarded(action: Callable[[], int], *, verbose: bool) -> int:
+    """The exit status of `action`, with what it raises told in one line on stderr."""
+    with warnings.catch_warnings():
+        if not verbose:
+            warnings.simplefilter("ignore")
+            os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        try:
+            return action()
+        except KeyboardInterrupt:
+            status, message = EXIT_INTERRUPTED, "interrupted"
+        except CBatchError as error:
+            status, message = error.exit_code, str(error)
+        except Exception as error:
+            status, message = EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}"
+            if not verbose:
+                message += " (-v shows the traceback)"
+        if verbose:
+            traceback.print_exc()
+        _print_error(message)
+        return status
+
+
+def _print_error(message: str) -> None:
+    line = " ".join(message.split())
+    print(f"cbatch: error: {line}", file=sys.stderr)
+
+
+def _print_data(text: str) -> None:
+    """Write to stdout; a reader that has gone away changes nothing about the run."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
