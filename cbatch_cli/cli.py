@@ -161,7 +161,6 @@ def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
 
     from cbatch_cli.job import run_job
     from cbatch_cli.progress import open_progress
-    from cbatch_cli.summary import summary_text
 
     progress = open_progress("none" if quiet else config.progress)
 
@@ -175,8 +174,8 @@ def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
         progress.close()
     if json_summary:
         _print_data(orjson.dumps(summary, option=orjson.OPT_APPEND_NEWLINE).decode())
-    else:
-        log(summary_text(summary))
+    elif not quiet:
+        progress.show_summary(summary)
     return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
 
 
@@ -201,18 +200,22 @@ def _guarded(action: Callable[[], int], *, verbose: bool) -> int:
             os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         try:
             return action()
-        except KeyboardInterrupt:
-            status, message = EXIT_INTERRUPTED, "interrupted"
-        except CBatchError as error:
-            status, message = error.exit_code, str(error)
-        except Exception as error:
-            status, message = EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}"
-            if not verbose:
-                message += " (-v shows the traceback)"
-        if verbose:
-            traceback.print_exc()
-        _print_error(message)
-        return status
+        except (Exception, KeyboardInterrupt) as error:
+            if verbose:
+                traceback.print_exc()
+            status, message = _explain(error)
+            hint = " (-v shows the traceback)" if status == EXIT_INTERNAL and not verbose else ""
+            _print_error(message + hint)
+            return status
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """The exit status that `error` stands for, and what to say about it."""
+    if isinstance(error, CBatchError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    return EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}"
 
 
 def _print_error(message: str) -> None:

@@ -130,8 +130,6 @@ class JobConfig:
         _at_least(self, 1, "limit", "max_line_bytes", "rows_per_part")
         if not self.inputs:
             raise ValueError("inputs must name at least one file")
-        if "-" in self.inputs and self.output is None:
-            raise ValueError("output must be given when the input is standard input")
         if self.template is not None and (self.prompt_column or self.messages_column):
             raise ValueError("template cannot be combined with prompt_column or messages_column")
         if self.prompt_column and self.messages_column:

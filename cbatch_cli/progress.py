@@ -6,16 +6,18 @@ Drawing never ends a run: once the stream fails, the display goes silent.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TextIO
 
+import orjson
 from tqdm import tqdm
 
 from cbatch_cli.config import ProgressName
 from cbatch_cli.metrics import RunSnapshot
+from cbatch_cli.summary import summary_text
 
 RATE_WINDOW_S = 15.0
 
@@ -50,18 +52,19 @@ class RecentRates:
 
 
 def rows_text(snapshot: RunSnapshot) -> str:
-    """How many rows are done, of how many where that is known."""
+    """How many rows are done, of how many where that is known, and how many failed."""
     total = "" if snapshot.rows_total is None else f"/{snapshot.rows_total:,}"
-    return f"{snapshot.rows_done:,}{total} rows"
+    failed = f", {snapshot.rows_failed:,} failed" if snapshot.rows_failed else ""
+    return f"{snapshot.rows_done:,}{total} rows{failed}"
 
 
 def status_text(snapshot: RunSnapshot, rates: Rates) -> str:
-    """What a run does right now, in at most 80 columns."""
+    """What a run does right now."""
     eta = "?" if snapshot.eta_s is None else tqdm.format_interval(snapshot.eta_s)
     return (
         f"ETA {eta}, {rates.prompt:,.0f} in {rates.output:,.0f} out tok/s, "
         f"{snapshot.num_running} run {snapshot.num_waiting} wait, "
-        f"KV {snapshot.kv_cache_usage:.0%}, {snapshot.rows_failed:,} failed"
+        f"KV {snapshot.kv_cache_usage:.0%}"
     )
 
 
@@ -71,11 +74,14 @@ class Renderer(Protocol):
     def draw(self, snapshot: RunSnapshot, rates: Rates) -> None:
         """Show where the run stands."""
 
-    def write(self, line: str) -> None:
+    def write(self, text: str) -> None:
         """Show a message beside it."""
 
     def close(self) -> None:
         """Leave the stream ready for other output."""
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Show what a finished run came to, after `close`."""
 
 
 class TerminalBar:
@@ -96,14 +102,18 @@ class TerminalBar:
         self._bar.bar_format = f"{share}{rows_text(snapshot)}, {status_text(snapshot, rates)}"
         self._bar.refresh()
 
-    def write(self, line: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(line, file=self._stream)
+    def write(self, text: str) -> None:
+        """Print a message above the bar."""
+        tqdm.write(text, file=self._stream)
 
     def close(self) -> None:
         """Leave the last state of the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Print the summary below the bar."""
+        self.write(summary_text(summary))
 
 
 class PlainLines:
@@ -117,16 +127,20 @@ class PlainLines:
         elapsed = tqdm.format_interval(snapshot.elapsed_s)
         self.write(f"[{elapsed}] {rows_text(snapshot)}, {status_text(snapshot, rates)}")
 
-    def write(self, line: str) -> None:
-        """Print a line."""
-        print(line, file=self._stream, flush=True)
+    def write(self, text: str) -> None:
+        """Print a message."""
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""
 
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Print the summary."""
+        self.write(summary_text(summary))
+
 
 class JsonLines:
-    """One JSON object a line, for programs; `event` is `progress` or `message`."""
+    """One JSON object a line, for programs; `event` is `progress`, `message` or `summary`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -140,15 +154,19 @@ class JsonLines:
             output_tokens_per_s=rates.output,
         )
 
-    def write(self, line: str) -> None:
+    def write(self, text: str) -> None:
         """Print a message."""
-        self._print(event="message", text=line)
+        self._print(event="message", text=text)
 
     def close(self) -> None:
         """Nothing is held."""
 
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Print the fields of the summary."""
+        self._print(event="summary", **summary)
+
     def _print(self, **fields: Any) -> None:
-        print(json.dumps(fields), file=self._stream, flush=True)
+        print(orjson.dumps(fields).decode(), file=self._stream, flush=True)
 
 
 class ProgressDisplay:
@@ -170,15 +188,19 @@ class ProgressDisplay:
             self._next_draw_s = snapshot.elapsed_s + self._interval_s
             self._draw()
 
-    def write(self, line: str) -> None:
+    def write(self, text: str) -> None:
         """Show a message."""
-        self._guarded(self._renderer.write, line)
+        self._guarded(self._renderer.write, text)
 
     def close(self) -> None:
         """Draw what was not drawn yet, where the renderer shows the end, and let go."""
         if self._draw_last:
             self._draw()
         self._guarded(self._renderer.close)
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Show what a finished run came to, after `close`."""
+        self._guarded(self._renderer.show_summary, summary)
 
     def _draw(self) -> None:
         if self._undrawn is not None:
