@@ -182,13 +182,13 @@ def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
 def _dry_run(config: JobConfig, *, json_summary: bool) -> int:
     import orjson
 
-    from cbatch_cli.dry_run import describe_job
+    from cbatch_cli.dry_run import describe_job, dry_run_text
 
     description = describe_job(config)
     if json_summary:
         _print_data(orjson.dumps(description, option=orjson.OPT_APPEND_NEWLINE).decode())
     else:
-        _print_data("".join(f"{name:<14} {value}\n" for name, value in description.items()))
+        _print_data(dry_run_text(description))
     return 0
 
 

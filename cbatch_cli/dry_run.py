@@ -1,0 +1,78 @@
+"""What `--dry-run` says: the input is opened and its columns are chosen, no model is loaded."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cbatch_cli.config import JobConfig
+from cbatch_cli.data.output_schema import output_schema
+from cbatch_cli.data.output_target import resolve_target
+from cbatch_cli.data.prompt_columns import PromptColumns, choose_prompt_columns
+from cbatch_cli.data.sources import open_source
+
+
+def describe_job(config: JobConfig) -> dict[str, Any]:
+    """What `config` would run, as plain values. Raises `UsageError` as the run itself would.
+
+    Standard input is read to its end.
+    """
+    target = resolve_target(config.output, config.inputs)
+    with tempfile.TemporaryDirectory() as spool_dir:
+        source = open_source(
+            config.inputs,
+            input_format=config.input_format,
+            columns=config.columns,
+            limit=config.limit,
+            max_line_bytes=config.max_line_bytes,
+            spool_dir=Path(spool_dir),
+        )
+        prompt = choose_prompt_columns(
+            source.column_names,
+            prompt_column=config.prompt_column,
+            messages_column=config.messages_column,
+            has_template=config.template is not None,
+            is_openai=source.is_openai,
+        )
+        schema = output_schema(
+            source.arrow_schema(prompt),
+            output_column=config.output_column,
+            return_token_ids=config.return_token_ids,
+        )
+        return {
+            "inputs": list(config.inputs),
+            "rows": source.num_rows,
+            "prompt": _describe_prompt(prompt),
+            "output": str(target.path),
+            "output_columns": {field.name: str(field.type) for field in schema},
+            "model": config.model,
+            "sampling": config.sampling_options,
+        }
+
+
+def dry_run_text(description: dict[str, Any]) -> str:
+    """The description for people, one line each."""
+    values = description | {
+        "inputs": ", ".join(description["inputs"]),
+        "rows": "not known before they are read",
+        "output_columns": ", ".join(description["output_columns"]),
+        "sampling": ", ".join(
+            f"{name}={value!r}" for name, value in description["sampling"].items()
+        )
+        or "as the model's generation config says",
+    }
+    if description["rows"] is not None:
+        values["rows"] = f"{description['rows']:,}"
+    return "".join(f"{name.replace('_', ' '):<15} {value}\n" for name, value in values.items())
+
+
+def _describe_prompt(prompt: PromptColumns) -> str:
+    if prompt.kind == "template":
+        return "the template"
+    if prompt.kind == "openai":
+        return "the body of each OpenAI batch line"
+    if prompt.input_column is not None:
+        return f"columns {prompt.column!r} and {prompt.input_column!r}"
+    how = " through the chat template" if prompt.kind == "messages" else ""
+    return f"column {prompt.column!r}{how}"

@@ -1,0 +1,162 @@
+"""Who may import whom, and what the package must neither load nor shadow."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A key is a module or a room (a folder with everything in it); the longest that fits counts.
+# Imports inside functions and under TYPE_CHECKING count too: an arrow is an arrow.
+OURS: dict[str, set[str]] = {
+    "errors": set(),
+    "config_values": set(),
+    "metrics": set(),
+    "summary": set(),
+    "request": {"errors", "metrics"},
+    "config": {"errors", "config_values", "request"},
+    "engine": {"errors", "metrics", "request", "config", "attention", "models", "engine"},
+    "engine/block_allocator": {"errors"},
+    "attention": {"errors", "attention", "kernels"},
+    "models": {"errors", "config", "attention", "models", "kernels"},
+    "text": {"errors", "metrics", "request", "config", "data", "text"},
+    "data": {"errors", "metrics", "request", "config", "data"},
+    "kernels": {"kernels"},
+    "progress": {"metrics", "config", "summary"},
+    "cli_help": {"config"},
+    "cli_options": {"config", "cli_help"},
+    "dry_run": {"config", "errors", "data"},
+    "cli": {"", "errors", "config", "cli_help", "cli_options", "dry_run", "progress", "job"},
+    "api": {"errors", "metrics", "request", "config", "engine", "attention", "models", "text", "job"},
+    "job": {"", "errors", "metrics", "request", "config", "engine", "attention", "models", "text", "data"},
+    "__main__": {"cli"},
+    "": {"api", "config", "request"},
+}  # fmt: skip
+
+HEAVY: dict[str, set[str]] = {
+    "torch": {
+        "attention",
+        "models",
+        "kernels",
+        "job",
+        "api",
+        "engine/kv_cache",
+        "engine/sampler",
+        "engine/model_runner",
+        "engine/engine",
+    },
+    "transformers": {"models", "text"},
+    "datasets": {"data"},
+    "triton": {"kernels"},
+}
+"""Which modules and rooms may import what takes seconds to load."""
+
+
+def modules() -> dict[str, Path]:
+    """Every source file by its name, as `engine/scheduler`; the package itself is empty."""
+    found = {}
+    for folder, prefix in ((ROOT / "cbatch_cli", ""), (ROOT / "kernels", "kernels/")):
+        for path in folder.rglob("*.py"):
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            found[prefix + name.removesuffix("__init__").removesuffix("/")] = path
+    return found
+
+
+def imported_names(path: Path) -> set[str]:
+    """The dotted names that a file imports anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def our_imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, by their names in `modules()`."""
+    known, found = modules(), set()
+    for name in imported_names(path):
+        package, _, rest = name.partition(".")
+        if package in ("cbatch_cli", "cbatch_kernels"):
+            rest = ("kernels/" if package == "cbatch_kernels" else "") + rest.replace(".", "/")
+            # `from cbatch_cli.config import EngineConfig` names the module config.
+            found.add(rest if rest in known else rest.rpartition("/")[0])
+    return found
+
+
+def fits(name: str, rooms: set[str]) -> bool:
+    return any(name == room or (room and name.startswith(room + "/")) for room in rooms)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_arrows(name: str) -> None:
+    path = modules()[name]
+    rooms = [room for room in OURS if fits(name, {room})]
+    assert rooms, f"{name} is in no room; say above what it may import"
+    allowed = OURS[max(rooms, key=len)]
+    assert {other for other in our_imports(path) if not fits(other, allowed)} == set()
+    packages = {imported.partition(".")[0] for imported in imported_names(path)}
+    assert {heavy for heavy in packages & set(HEAVY) if not fits(name, HEAVY[heavy])} == set()
+
+
+def test_no_cycle_of_imports() -> None:
+    graph = {name: our_imports(path) - {name, ""} for name, path in modules().items() if name}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def loaded_by(statement: str, *, cwd: Path = ROOT) -> set[str]:
+    """The top-level packages that a new interpreter holds after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules, file=sys.__stdout__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import cbatch_cli; cbatch_cli.SamplingParams, cbatch_cli.EngineConfig",
+        "from cbatch_cli.cli import main; assert main(['--help']) == 0",
+        "from cbatch_cli.cli import main; assert main(['run', '--help']) == 0",
+        "from cbatch_cli.cli import main; assert main(['run', 'a', '--dump-config']) == 0",
+    ],
+)
+def test_the_shell_loads_nothing_heavy(statement: str) -> None:
+    assert not loaded_by(statement) & {"torch", "transformers", "datasets", "pyarrow", "rich"}
+
+
+def test_scheduling_and_data_load_no_torch() -> None:
+    rooms = {"errors", "metrics", "request", "config", "engine/scheduler", "data"}
+    names = [name.replace("/", ".") for name in modules() if fits(name, rooms)]
+    statement = "\n".join(f"import cbatch_cli.{name}" for name in sorted(names))
+    assert not loaded_by(statement) & {"torch", "transformers"}
+
+
+def test_our_kernels_do_not_shadow_the_distribution_of_that_name() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    statement = (
+        "import kernels, transformers, cbatch_kernels.reference\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "assert 'site-packages' in kernels.__file__, kernels.__file__"
+    )
+    assert "cbatch_kernels" in loaded_by(statement, cwd=ROOT)
+
+
+def test_public_names_load_on_first_use() -> None:
+    import cbatch_cli
+    from cbatch_cli.request import SamplingParams
+
+    assert cbatch_cli.SamplingParams is SamplingParams
+    assert set(cbatch_cli.__all__) == set(dir(cbatch_cli))
+    assert all(hasattr(cbatch_cli, name) for name in cbatch_cli.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
+        cbatch_cli.Enigne  # noqa: B018
