@@ -1,7 +1,8 @@
 """A model without weights for tests of everything around the model.
 
-Its next token is a function of the whole prefix, which it reads back from a paged cache through
-the block table: a block that two sequences own, a stale one or a lost one changes the answer.
+What it caches for a token depends on all tokens before it, as in a real model, and its next token
+is a function of all that it reads back through the block table: a block that two sequences own, one
+shared by different prefixes, a stale one or a lost one changes the answer.
 """
 
 from __future__ import annotations
@@ -19,31 +20,40 @@ from cbatch_cli.request import Request, RequestKey, SamplingParams
 VOCAB_SIZE = 97
 
 
-def next_token(prefix: Sequence[int]) -> int:
-    """The id that follows `prefix`."""
-    return zlib.crc32(array("q", prefix).tobytes()) % VOCAB_SIZE
+def cached_value(token_id: int, previous: int) -> int:
+    """What the cache holds for a token that follows one whose cached value is `previous`."""
+    return zlib.crc32(token_id.to_bytes(8, "little"), previous)
+
+
+def next_token(cached: Sequence[int]) -> int:
+    """The id that follows a prefix with these cached values."""
+    return zlib.crc32(array("q", cached).tobytes()) % VOCAB_SIZE
 
 
 def expected_output(
     request: Request, *, eos_token_ids: frozenset[int] = frozenset(), max_sequence_tokens: int
 ) -> tuple[int, ...]:
     """What the fake model answers to a request that runs alone."""
-    token_ids = list(request.prompt_token_ids)
     params = request.params
+    cached: list[int] = []
+    output: list[int] = []
+    unread = list(request.prompt_token_ids)
     while True:
-        token_ids.append(next_token(token_ids))
-        output = token_ids[len(request.prompt_token_ids) :]
+        for token_id in unread:
+            cached.append(cached_value(token_id, cached[-1] if cached else 0))
+        unread = [next_token(cached)]
+        output += unread
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
         if (
             output[-1] in stops
             or len(output) >= params.max_tokens
-            or len(token_ids) >= max_sequence_tokens
+            or len(request.prompt_token_ids) + len(output) >= max_sequence_tokens
         ):
             return tuple(output)
 
 
 class FakeRunner:
-    """Executes steps over a paged cache of token ids."""
+    """Executes steps over a paged cache."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -64,8 +74,11 @@ class FakeRunner:
             if len(token_ids) < scheduled.num_tokens:
                 token_ids = (*token_ids, self.last_token[scheduled.slot])
             assert len(token_ids) == scheduled.num_tokens
-            for position, token_id in enumerate(token_ids, start=scheduled.start):
-                self.cache[self._cell(table, position)] = token_id
+            start = scheduled.start
+            previous = self.cache[self._cell(table, start - 1)] if start else 0
+            for position, token_id in enumerate(token_ids, start=start):
+                previous = cached_value(token_id, previous)
+                self.cache[self._cell(table, position)] = previous
         sampled: dict[RequestKey, tuple[int, ...]] = {}
         for scheduled in step.scheduled:
             if scheduled.samples:

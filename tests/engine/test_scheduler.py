@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from cbatch_cli.engine.scheduler import Scheduler, StaticAdmission
 from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
-from cbatch_cli.request import FinishReason, Request
+from cbatch_cli.request import FinishReason, Request, RequestKey
 from tests.fakes import FakeRunner, expected_output, make_request, make_scheduler
 
 EOS = frozenset({5})
@@ -36,7 +37,14 @@ def workloads(draw: st.DrawFn) -> list[Request]:
     return requests
 
 
-def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
+def check_step(
+    scheduler: Scheduler, step: SchedulerOutput, requests: Mapping[RequestKey, Request]
+) -> None:
+    for scheduled in step.scheduled:
+        request = requests[scheduled.key]
+        most = len(request.prompt_token_ids) + request.params.max_tokens
+        end = scheduled.start + scheduled.num_tokens
+        assert end < min(most, scheduler.max_sequence_tokens), "computed for a token not wanted"
     assert step.num_tokens <= scheduler.max_num_batched_tokens
     assert len(step.scheduled) <= scheduler.max_num_seqs
     assert len({s.slot for s in step.scheduled}) == len(step.scheduled)
@@ -67,7 +75,7 @@ def drive(
         step = scheduler.schedule()
         if step is not None:
             steps_run += 1
-            check_step(scheduler, step)
+            check_step(scheduler, step, {r.key: r for r in requests})
             in_flight.append(runner.execute(step))
         scheduler.check_integrity()
         if in_flight and (step is None or len(in_flight) > lag):
@@ -229,3 +237,19 @@ def test_a_key_can_be_in_the_engine_only_once() -> None:
     scheduler.add(Sequence(make_request(0, [1])))
     with pytest.raises(ValueError, match="already"):
         scheduler.add(Sequence(make_request(0, [1])))
+
+
+def test_blocks_stay_while_a_step_in_flight_may_write_to_them() -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner(num_blocks=64, block_size=4)
+    request = make_request(0, [1, 2], max_tokens=50, stop_token_ids=tuple(range(97)))
+    scheduler.add(Sequence(request))
+    first = scheduler.schedule()
+    assert first is not None
+    sampled = runner.execute(first)
+    second = scheduler.schedule()
+    assert second is not None, "the next token is scheduled before the first is known"
+    assert [s.finish_reason for s in scheduler.update(sampled)] == [FinishReason.STOP]
+    assert not scheduler.has_unfinished and scheduler.blocks.usage > 0.0
+    assert scheduler.update(runner.execute(second)) == [], "the surplus id is dropped"
+    assert scheduler.blocks.usage == 0.0
