@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -225,9 +226,6 @@ def _print_error(message: str) -> None:
 
 def _print_data(text: str) -> None:
     """Write to stdout; a reader that has gone away changes nothing about the run."""
-    try:
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

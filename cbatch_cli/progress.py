@@ -95,7 +95,7 @@ class TerminalBar:
         """Redraw the bar; the first call makes it."""
         if self._bar is None:
             self._bar = tqdm(file=self._stream, dynamic_ncols=True, leave=True, bar_format="{desc}")
-        # tqdm trims a line to the terminal only where the format has a bar, if an empty one.
+        # Older tqdm trims a line to the terminal only where the format has a bar, if an empty one.
         share = "{bar:0}" if snapshot.rows_total is None else "{percentage:3.0f}% |{bar:12}| "
         self._bar.total = snapshot.rows_total
         self._bar.n = snapshot.rows_done

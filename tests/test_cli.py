@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,16 @@ def test_verbose_shows_the_traceback(job: Any, capsys: Any) -> None:
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.endswith("cbatch: error: internal error: ZeroDivisionError: by zero\n")
+
+
+def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
+    def warn(on_progress: Any, log: Any) -> dict[str, Any]:
+        warnings.warn("noise", stacklevel=1)
+        return succeed(on_progress, log)
+
+    job(warn)
+    assert main(["run", "a.jsonl"]) == 0
+    assert main(["run", "a.jsonl", "-v"]) == 1  # pytest makes a warning that is shown an error
 
 
 @pytest.mark.parametrize(

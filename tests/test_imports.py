@@ -12,8 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+BELOW_JOB = {"", "errors", "metrics", "request", "config"}
+BELOW_JOB |= {"engine", "attention", "models", "text", "data"}
+
 # A key is a module or a room (a folder with everything in it); the longest that fits counts.
-# Imports inside functions and under TYPE_CHECKING count too: an arrow is an arrow.
+# Imports inside functions and for type checkers count too: an arrow is an arrow.
 OURS: dict[str, set[str]] = {
     "errors": set(),
     "config_values": set(),
@@ -33,19 +36,20 @@ OURS: dict[str, set[str]] = {
     "cli_options": {"config", "cli_help"},
     "dry_run": {"config", "errors", "data"},
     "cli": {"", "errors", "config", "cli_help", "cli_options", "dry_run", "progress", "job"},
-    "api": {"errors", "metrics", "request", "config", "engine", "attention", "models", "text", "job"},
-    "job": {"", "errors", "metrics", "request", "config", "engine", "attention", "models", "text", "data"},
+    "assembly": BELOW_JOB,
+    "generation": {*BELOW_JOB, "assembly"},
+    "api": {*BELOW_JOB, "assembly", "generation", "job"},
+    "job": {*BELOW_JOB, "assembly", "generation"},
     "__main__": {"cli"},
     "": {"api", "config", "request"},
-}  # fmt: skip
+}
 
 HEAVY: dict[str, set[str]] = {
     "torch": {
         "attention",
         "models",
         "kernels",
-        "job",
-        "api",
+        "assembly",
         "engine/kv_cache",
         "engine/sampler",
         "engine/model_runner",
@@ -68,22 +72,27 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported_names(path: Path) -> set[str]:
+def imported_names(path: Path, *, for_type_checkers: bool) -> set[str]:
     """The dotted names that a file imports anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if for_type_checkers or not is_typing:
+            nodes.extend(ast.iter_child_nodes(node))
     return names
 
 
 def our_imports(path: Path) -> set[str]:
     """The modules of ours that a file imports, by their names in `modules()`."""
     known, found = modules(), set()
-    for name in imported_names(path):
+    for name in imported_names(path, for_type_checkers=True):
         package, _, rest = name.partition(".")
         if package in ("cbatch_cli", "cbatch_kernels"):
             rest = ("kernels/" if package == "cbatch_kernels" else "") + rest.replace(".", "/")
@@ -103,7 +112,8 @@ def test_arrows(name: str) -> None:
     assert rooms, f"{name} is in no room; say above what it may import"
     allowed = OURS[max(rooms, key=len)]
     assert {other for other in our_imports(path) if not fits(other, allowed)} == set()
-    packages = {imported.partition(".")[0] for imported in imported_names(path)}
+    loaded = imported_names(path, for_type_checkers=False)
+    packages = {imported.partition(".")[0] for imported in loaded}
     assert {heavy for heavy in packages & set(HEAVY) if not fits(name, HEAVY[heavy])} == set()
 
 
@@ -132,6 +142,11 @@ def loaded_by(statement: str, *, cwd: Path = ROOT) -> set[str]:
 )
 def test_the_shell_loads_nothing_heavy(statement: str) -> None:
     assert not loaded_by(statement) & {"torch", "transformers", "datasets", "pyarrow", "rich"}
+
+
+def test_help_loads_no_pydantic() -> None:
+    """It would take as long as all the rest of the help."""
+    assert "pydantic" not in loaded_by("from cbatch_cli.cli import main; main(['run', '--help'])")
 
 
 def test_scheduling_and_data_load_no_torch() -> None:
