@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from cbatch_cli.config import JobConfig
+from cbatch_cli.data.job_input import open_job_input
 from cbatch_cli.data.output_schema import output_schema
 from cbatch_cli.data.output_target import resolve_target
-from cbatch_cli.data.prompt_columns import PromptColumns, choose_prompt_columns
-from cbatch_cli.data.sources import open_source
+from cbatch_cli.data.prompt_columns import PromptColumns
 
 
 def describe_job(config: JobConfig) -> dict[str, Any]:
@@ -19,52 +17,37 @@ def describe_job(config: JobConfig) -> dict[str, Any]:
     Standard input is read to its end.
     """
     target = resolve_target(config.output, config.inputs)
-    with tempfile.TemporaryDirectory() as spool_dir:
-        source = open_source(
-            config.inputs,
-            input_format=config.input_format,
-            columns=config.columns,
-            limit=config.limit,
-            max_line_bytes=config.max_line_bytes,
-            spool_dir=Path(spool_dir),
-        )
-        prompt = choose_prompt_columns(
-            source.column_names,
-            prompt_column=config.prompt_column,
-            messages_column=config.messages_column,
-            has_template=config.template is not None,
-            is_openai=source.is_openai,
-        )
-        schema = output_schema(
-            source.arrow_schema(prompt),
-            output_column=config.output_column,
-            return_token_ids=config.return_token_ids,
-        )
-        return {
-            "inputs": list(config.inputs),
-            "rows": source.num_rows,
-            "prompt": _describe_prompt(prompt),
-            "output": str(target.path),
-            "output_columns": {field.name: str(field.type) for field in schema},
-            "model": config.model,
-            "sampling": config.sampling_options,
-        }
+    source, prompt = open_job_input(config)
+    schema = output_schema(
+        source.arrow_schema(prompt),
+        output_column=config.output_column,
+        return_token_ids=config.return_token_ids,
+    )
+    return {
+        "inputs": list(config.inputs),
+        "rows": source.num_rows,
+        "prompt": _describe_prompt(prompt),
+        "output": str(target.path),
+        "output_columns": {field.name: str(field.type) for field in schema},
+        "model": config.model,
+        "sampling": config.sampling_options,
+    }
 
 
 def dry_run_text(description: dict[str, Any]) -> str:
     """The description for people, one line each."""
-    values = description | {
+    rows = description["rows"]
+    sampling = [f"{name}={value!r}" for name, value in description["sampling"].items()]
+    lines = {
         "inputs": ", ".join(description["inputs"]),
-        "rows": "not known before they are read",
-        "output_columns": ", ".join(description["output_columns"]),
-        "sampling": ", ".join(
-            f"{name}={value!r}" for name, value in description["sampling"].items()
-        )
-        or "as the model's generation config says",
+        "rows": "not known before they are read" if rows is None else f"{rows:,}",
+        "prompt": description["prompt"],
+        "output": description["output"],
+        "columns": ", ".join(description["output_columns"]),
+        "model": description["model"],
+        "sampling": ", ".join(sampling) or "as the model's generation config says",
     }
-    if description["rows"] is not None:
-        values["rows"] = f"{description['rows']:,}"
-    return "".join(f"{name.replace('_', ' '):<15} {value}\n" for name, value in values.items())
+    return "".join(f"{name:<8} {value}\n" for name, value in lines.items())
 
 
 def _describe_prompt(prompt: PromptColumns) -> str:

@@ -16,8 +16,7 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         "rows": f"{summary['rows']:,}: {summary['rows_ok']:,} ok, {_failures(summary)}",
         "tokens": f"{summary['prompt_tokens']:,} in, {summary['output_tokens']:,} out",
         "speed": f"{summary['output_tokens_per_s']:,.1f} tokens/s out, "
-        f"{summary['total_tokens_per_s']:,.1f} in and out; "
-        f"{summary['step_occupancy']:.0%} of the slots busy",
+        f"{summary['total_tokens_per_s']:,.1f} in and out",
         "time": f"{summary['wall_s']:.1f} s, and {summary['load_s']:.1f} s to load the model",
     }
     return "\n".join(f"{name:<8} {value}" for name, value in lines.items())

@@ -22,6 +22,7 @@ from cbatch_cli.cli import main
 from cbatch_cli.config import ENGINE_FIELDS, JOB_FIELDS, EngineConfig, JobConfig
 from cbatch_cli.metrics import RunSnapshot
 
+SAMPLES = Path(__file__).parent.parent / "sample_data"
 GOLDEN = Path(__file__).parent / "golden"
 SUMMARY: dict[str, Any] = {
     "rows": 24,
@@ -34,7 +35,6 @@ SUMMARY: dict[str, Any] = {
     "output_tokens": 1536,
     "output_tokens_per_s": 52.17,
     "total_tokens_per_s": 157.47,
-    "step_occupancy": 0.97,
     "ttft_s": {"p50": 0.1, "p90": None, "p99": float("nan")},
     "output": "prompts.results.parquet",
 }
@@ -185,7 +185,7 @@ def test_messages_and_the_summary_go_to_stderr(job: Any, capsys: Any) -> None:
         "answers  prompts.results.parquet",
         "rows     24: 24 ok, 0 failed",
         "tokens   3,100 in, 1,536 out",
-        "speed    52.2 tokens/s out, 157.5 in and out; 97% of the slots busy",
+        "speed    52.2 tokens/s out, 157.5 in and out",
         "time     29.4 s, and 4.1 s to load the model",
     ]
 
@@ -320,6 +320,43 @@ def test_dump_config_is_what_config_reads(
             engine=EngineConfig(seed=3, prefix_caching=False),
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "rows"),
+    [
+        ("prompts.jsonl", "column 'prompt'", "not known before they are read"),
+        ("chat.jsonl", "column 'messages' through the chat template", "not known"),
+        ("questions.csv", "column 'question'", "not known"),
+        ("openai_batch.jsonl", "the body of each OpenAI batch line", "not known"),
+        ("prompts.parquet", "column 'prompt'", "6"),
+        ("with_errors.jsonl", "column 'prompt'", "not known"),
+    ],
+)
+def test_dry_run_opens_the_input_and_runs_nothing(
+    job: Any, capsys: Any, name: str, prompt: str, rows: str
+) -> None:
+    configs = job(succeed)
+    assert main(["run", str(SAMPLES / name), "--dry-run", "--top-k", "3"]) == 0
+    out, err = capsys.readouterr()
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert lines["prompt"] == prompt
+    assert lines["rows"].startswith(rows)
+    assert lines["sampling"] == "top_k=3"
+    assert lines["output"].endswith(f"{name.partition('.')[0]}.results.parquet")
+    assert (err, configs) == ("", [])
+
+
+def test_dry_run_for_programs_and_its_errors(capsys: Any) -> None:
+    name = str(SAMPLES / "prompts.parquet")
+    assert main(["run", name, "-o", "x.parquet", "--columns", "weight", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["output_columns"])[:3] == ["weight", "row_index", "completion"]
+    assert (found["rows"], found["output"], found["sampling"]) == (6, "x.parquet", {})
+    assert main(["run", name, "--dry-run", "--template", "{{ weight }}"]) == 0
+    assert "prompt   the template\n" in capsys.readouterr().out
+    assert main(["run", name, "--dry-run", "--prompt-column", "promt"]) == 2
+    assert "did you mean 'prompt'" in capsys.readouterr().err
 
 
 def test_version_and_no_command(capsys: Any) -> None:
