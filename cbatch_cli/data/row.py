@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.errors import RowError
 from cbatch_cli.metrics import RequestMetrics
 from cbatch_cli.request import FinishReason
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowRow:
+    """Where the passed-through columns of a Parquet row lie, exact in their Arrow types.
+
+    `num_bytes` is the row's share of the memory that `batch` keeps alive.
+    """
+
+    batch: pa.RecordBatch
+    offset: int
+    num_bytes: int
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One input row. A row that could not be read has an `error` and no columns.
+
+    `columns` holds values as Python reads them. A Parquet row has there only what its prompt is
+    made from; `arrow` leads to the rest, since Python values lose some types (nanoseconds).
 
     `content_hash` is a 128-bit BLAKE2b of the raw line (JSONL, CSV) or of the row's values
     (Parquet), so that a resumed run can tell that a row is the one it has an answer for.
@@ -23,6 +41,7 @@ class Row:
     error: RowError | None = None
     content_hash: bytes = b""
     source_file: str = ""
+    arrow: ArrowRow | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,1 @@
+"""Rows in and answers out: sources, the typed columns between, and the Parquet sink."""
