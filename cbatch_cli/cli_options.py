@@ -138,7 +138,7 @@ Model = Annotated[
 MaxNumSeqs = Annotated[
     int | None,
     option(
-        "Engine", "--max-num-seqs", "N", "Rows that run at once. Fitted to the memory without it."
+        "Engine", "--max-num-seqs", "N", "Rows that run at once. Chosen for the device without it."
     ),
 ]
 MaxNumBatchedTokens = Annotated[

@@ -39,7 +39,8 @@ OURS: dict[str, set[str]] = {
     "assembly": BELOW_JOB,
     "generation": {*BELOW_JOB, "assembly"},
     "api": {*BELOW_JOB, "assembly", "generation", "job"},
-    "job": {*BELOW_JOB, "assembly", "generation"},
+    "job_writer": BELOW_JOB,
+    "job": {*BELOW_JOB, "assembly", "generation", "job_writer"},
     "__main__": {"cli"},
     "": {"api", "config", "request"},
 }
