@@ -7,6 +7,7 @@ under the SHA-256 of the GGUF file: safetensors, tokenizer.json, config, generat
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -99,13 +100,18 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
-    source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    # The absolute path: a bare name would be looked up in the current folder first.
+    source = {
+        "pretrained_model_name_or_path": str(gguf_file.parent),
+        "gguf_file": str(gguf_file.absolute()),
+    }
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
+        with _file_parsed_once():
+            AutoTokenizer.from_pretrained(**source).save_pretrained(result)
+            model = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
         model.save_pretrained(result)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(result)
     except ImportError as error:
         raise ModelError(
             f"reading a GGUF file needs a package that is missing: {error}; "
@@ -113,6 +119,19 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
         ) from error
     except (ValueError, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
         raise ModelError(f"cannot convert the GGUF file: {error}") from error
+
+
+@contextmanager
+def _file_parsed_once() -> Iterator[None]:
+    """Share one parsed header: transformers has the file parsed three times, 15 s each."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def _sync(folder: Path) -> None:
