@@ -115,7 +115,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     resumed_token_ids: tuple[int, ...] = ()
-    """Output ids that an interrupted run has made already; they are prefilled, not decoded again."""
+    """Output ids that an interrupted run has made: prefilled, not decoded again."""
     attempt: int = 1
 
 
@@ -147,8 +147,8 @@ def _require_number(
 def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):
-        upper = math.inf if high is None else high
-        raise ValueError(f"{name} must be an integer {_range(low, upper, False)}, not {value!r:.40}")
+        bounds = _range(low, math.inf if high is None else high, False)
+        raise ValueError(f"{name} must be an integer {bounds}, not {value!r:.40}")
 
 
 def _range(low: float, high: float, low_open: bool) -> str:

@@ -29,6 +29,9 @@ class TokenListener(Protocol):
 class EngineClient(Protocol):
     """Requests in, outputs out in the order in which they finish."""
 
+    token_listener: TokenListener | None
+    """Called on the engine's thread after each step."""
+
     @property
     def max_sequence_tokens(self) -> int:
         """The most tokens, prompt and output together, that one sequence can hold."""

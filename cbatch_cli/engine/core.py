@@ -18,8 +18,8 @@ from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
 class EngineCore:
     """Continuous batching over a `Scheduler` and a `ModelRunner`; sees token ids only.
 
-    One thread runs `generate` or `outputs`; `submit`, `finish` and `close_input` may be called
-    from any. A request that cannot run comes back as an output with an error.
+    One thread runs `generate`; `submit` and `finish` may be called from any. A request that cannot
+    run comes back as an output with an error.
     """
 
     def __init__(
@@ -50,15 +50,12 @@ class EngineCore:
         return self.scheduler.max_sequence_tokens
 
     def submit(self, request: Request) -> None:
-        """Queue a request; thread-safe, never blocks. Raises `ValueError` once input is closed."""
+        """Queue a request for the `generate` that runs, or the next; thread-safe, never blocks."""
         with self._changed:
-            if not self._input_open:
-                raise ValueError("the engine's input is closed")
             self._inbox.append(request)
             self._changed.notify_all()
 
-    def close_input(self) -> None:
-        """Say that no request will follow: `outputs` ends when all are done."""
+    def _close_input(self) -> None:
         with self._changed:
             self._input_open = False
             self._changed.notify_all()
@@ -83,14 +80,16 @@ class EngineCore:
         )
         feeder.start()
         try:
-            yield from self.outputs()
-        finally:
-            self.close_input()
+            yield from self._outputs()
+        except BaseException:
+            self._inbox.clear()
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
-            self._inbox.clear()
+            raise
+        finally:
+            self._close_input()
 
-    def outputs(self) -> Iterator[RequestOutput]:
+    def _outputs(self) -> Iterator[RequestOutput]:
         """Step until the input is closed and every request has ended, yielding as they end."""
         while True:
             yield from self._take_in()
@@ -123,7 +122,7 @@ class EngineCore:
         except BaseException as error:
             self._feed_error = error
         finally:
-            self.close_input()
+            self._close_input()
 
     def _wait_for_room(self) -> bool:
         """Block until another request may be pulled; False once input is closed."""
@@ -177,8 +176,7 @@ class EngineCore:
             return
         with self._changed:
             self._changed.notify_all()  # admission made room in the window
-            more = bool(scheduler.waiting) or self._input_open or bool(self._inbox)
-        stats.start_step(step, kv_cache_usage=scheduler.blocks.usage, more=more)
+        stats.start_step(step, kv_cache_usage=scheduler.blocks.usage)
         try:
             sampled = self._runner.execute(step, stats)
         except CBatchError:

@@ -18,8 +18,8 @@ DEVICE_PHASES = ("forward", "sample")
 class EngineStats:
     """Sums over steps and sequences.
 
-    Occupancy is running sequences over their limit, averaged over steps; `saturated` steps are
-    those that leave somebody waiting or may still get more input: there a free slot is a loss.
+    Occupancy is running sequences over their limit, averaged over steps. In a saturated step
+    somebody waits, so that a free slot is a loss; the tail begins when nobody waits any more.
     """
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -58,8 +58,8 @@ class EngineStats:
         finally:
             self.phases_s[name] += time.monotonic() - start
 
-    def start_step(self, output: SchedulerOutput, *, kv_cache_usage: float, more: bool) -> None:
-        """Count a step as it is scheduled; `more` says whether anybody waits or may still come."""
+    def start_step(self, output: SchedulerOutput, *, kv_cache_usage: float) -> None:
+        """Count a step as it is scheduled."""
         now = time.monotonic()
         if self.started_at is None:
             self.started_at = now
@@ -71,7 +71,7 @@ class EngineStats:
         self.kv_cache_usage = kv_cache_usage
         self._kv_cache_usage_sum += kv_cache_usage
         self._kv_cache_usage_max = max(self._kv_cache_usage_max, kv_cache_usage)
-        if more:
+        if output.num_waiting:
             self.num_saturated_steps += 1
             self._saturated_running_sum += output.num_running
             self._tail_started_at = None

@@ -1,0 +1,196 @@
+"""Puts an engine together: model, KV cache, attention, sampler, scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cbatch_cli.config import EngineConfig
+from cbatch_cli.engine.client import EngineClient
+from cbatch_cli.engine.core import EngineCore
+from cbatch_cli.engine.kv_blocks import KVBlocks
+from cbatch_cli.engine.memory import available_memory
+from cbatch_cli.engine.scheduler import ContinuousAdmission, Scheduler, StaticAdmission
+from cbatch_cli.errors import UsageError
+from cbatch_cli.request import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from cbatch_cli.models.hf_model import HFModel
+
+DEFAULT_MAX_TOKENS = 256
+CPU_MEMORY_SHARE = 0.25
+"""Of what is available once the model is loaded, the KV pool's share on a CPU."""
+
+Log = Callable[[str], None]
+"""Takes single lines for people."""
+
+
+def print_nothing(line: str) -> None:
+    """A `Log` for callers that want no lines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedEngine:
+    """An engine ready to run, and what is known of its model."""
+
+    client: EngineClient
+    tokenizer: PreTrainedTokenizerBase
+    generation_defaults: Mapping[str, Any]
+    """Fields of the model's generation config that say how to sample."""
+    description: Mapping[str, Any]
+    """The model's name and commit and the engine's settings as they were resolved."""
+    load_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Limits:
+    """The engine's settings where the configuration leaves them open."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+
+
+def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
+    """Load a model and build the engine around it.
+
+    Raises `ModelError` for a model that cannot be found or would not run correctly, `UsageError`
+    for settings that do not fit it.
+    """
+    start = time.monotonic()
+    from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+    from cbatch_cli.engine.kv_cache import KVCache
+    from cbatch_cli.engine.model_runner import TorchModelRunner
+    from cbatch_cli.engine.sampler import Sampler
+    from cbatch_cli.models.loading import load_model, resolve_model
+    from cbatch_cli.text.tokenizer import load_tokenizer
+
+    files = resolve_model(model_name)
+    tokenizer = load_tokenizer(files.folder, trust_remote_code=config.trust_remote_code)
+    model = load_model(
+        files,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        trust_remote_code=config.trust_remote_code,
+    )
+    limits = _resolve_limits(config, model, log=log)
+    cache = KVCache(
+        model.layer_specs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    backend = TorchAttentionBackend(model.layer_specs, cache.layers, limits.block_size)
+    model.bind(backend)
+    scheduler = Scheduler(
+        blocks=KVBlocks(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefix_caching=config.prefix_caching,
+        ),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        policy=StaticAdmission(limits.max_num_seqs)
+        if config.scheduler == "static"
+        else ContinuousAdmission(),
+    )
+    sampler = Sampler(
+        num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=model.eos_token_ids
+    )
+    runner = TorchModelRunner(
+        model=model,
+        backend=backend,
+        sampler=sampler,
+        num_slots=limits.max_num_seqs,
+        max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
+        block_size=limits.block_size,
+    )
+    return LoadedEngine(
+        client=EngineCore(scheduler=scheduler, runner=runner),
+        tokenizer=tokenizer,
+        generation_defaults=model.generation_defaults,
+        description={
+            "model": files.name,
+            "commit": files.commit,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "scheduler": config.scheduler,
+            "prefix_caching": config.prefix_caching,
+            "seed": config.seed,
+            **dataclasses.asdict(limits),
+        },
+        load_s=time.monotonic() - start,
+    )
+
+
+def resolve_sampling(
+    given: Mapping[str, Any], generation_defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """The run's sampling: what was given, then what the model's generation config says.
+
+    Greedy unless that config says `do_sample` or a temperature above 0 was given. Raises
+    `UsageError` for a combination out of range.
+    """
+    fields: dict[str, Any] = {
+        "max_tokens": generation_defaults.get("max_new_tokens", DEFAULT_MAX_TOKENS)
+    }
+    if generation_defaults.get("do_sample") or given.get("temperature"):
+        fields["temperature"] = 1.0
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if name in generation_defaults:
+                fields[name] = generation_defaults[name]
+    fields |= given
+    if fields["max_tokens"] < fields.get("min_tokens", 0) and "max_tokens" not in given:
+        fields["max_tokens"] = fields["min_tokens"]
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> _Limits:
+    from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
+
+    on_gpu = model.device.type == "cuda"
+    budget = config.max_num_batched_tokens or (8192 if on_gpu else 256)
+    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 32)
+    if max_num_seqs > budget:
+        log(f"max_num_seqs {max_num_seqs} is cut to {budget}, the tokens of one step")
+        max_num_seqs = budget
+    block_size = config.block_size or (16 if on_gpu else 64)
+    num_blocks = config.num_kv_blocks or fit_num_blocks(
+        memory=config.kv_cache_memory or _free_memory(config, model.device),
+        block_nbytes=block_bytes(model.layer_specs, block_size=block_size, dtype=model.dtype),
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=model.max_model_len,
+    )
+    return _Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        max_model_len=model.max_model_len,
+        num_blocks=num_blocks,
+    )
+
+
+def _free_memory(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for the KV pool."""
+    if device.type != "cuda":
+        return int(available_memory() * CPU_MEMORY_SHARE)
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - total * (1.0 - config.gpu_memory_utilization))

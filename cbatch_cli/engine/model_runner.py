@@ -1,0 +1,161 @@
+"""Turns a scheduled step into tensors, runs the model once, and samples."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.metadata import AttentionMetadata
+from cbatch_cli.engine.sampler import Sampler
+from cbatch_cli.engine.stats import EngineStats
+from cbatch_cli.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+
+
+class Model(Protocol):
+    """A causal language model over packed tokens, attention given by a bound backend."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        ...
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
+        """Logits float32 `[N, vocab]` at `sample_indices` `[N]` of the pack `[num_tokens]`."""
+        ...
+
+
+class TorchModelRunner:
+    """Keeps block tables and sampling parameters by slot in preallocated buffers.
+
+    One KV group: every layer shares the block table.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        num_slots: int,
+        max_blocks_per_sequence: int,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._sampler = sampler
+        self._block_size = block_size
+        self._block_tables = np.zeros((num_slots, max_blocks_per_sequence), dtype=np.int32)
+        self._num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self._last_token_ids = np.zeros(num_slots, dtype=np.int64)
+
+    def execute(self, step: SchedulerOutput, stats: EngineStats) -> StepOutput:
+        """Compute one step; times go to `stats` by phase."""
+        with stats.phase("prepare"):
+            self._join_and_extend(step)
+            token_ids, position_ids, sample_indices = self._pack(step)
+        with stats.phase("forward"):
+            logits = self._model.forward(token_ids, position_ids, sample_indices)
+        with stats.phase("sample"):
+            return self._sample(step, logits)
+
+    def _join_and_extend(self, step: SchedulerOutput) -> None:
+        for scheduled in step.scheduled:
+            slot = scheduled.slot
+            if scheduled.joined is not None:
+                self._num_blocks[slot] = 0
+                self._sampler.join(
+                    slot,
+                    scheduled.joined.params,
+                    row=scheduled.key.row,
+                    sample=scheduled.key.sample,
+                    num_prompt_tokens=scheduled.joined.num_prompt_tokens,
+                )
+            new_block_ids = scheduled.new_block_ids[0]
+            if new_block_ids:
+                start = self._num_blocks[slot]
+                end = start + len(new_block_ids)
+                self._block_tables[slot, start:end] = new_block_ids
+                self._num_blocks[slot] = end
+
+    def _pack(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors of the packed tokens; hands the layout to the attention backend."""
+        scheduled = step.scheduled
+        num_seqs = len(scheduled)
+        slots = np.fromiter((s.slot for s in scheduled), np.int64, num_seqs)
+        starts = np.fromiter((s.start for s in scheduled), np.int64, num_seqs)
+        query_lens = np.fromiter((s.num_tokens for s in scheduled), np.int64, num_seqs)
+        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        seq_lens = starts + query_lens
+
+        owner = np.repeat(np.arange(num_seqs), query_lens)
+        positions = np.arange(len(owner)) - (query_start_loc[:-1] - starts)[owner]
+        block_index, offset = np.divmod(positions, self._block_size)
+        slot_mapping = self._block_tables[slots[owner], block_index].astype(np.int64)
+        slot_mapping = slot_mapping * self._block_size + offset
+
+        max_seq_len = int(seq_lens.max())
+        max_blocks = -(-max_seq_len // self._block_size)
+        metadata = AttentionMetadata(
+            query_start_loc=self._to_device(query_start_loc),
+            seq_lens=self._to_device(seq_lens.astype(np.int32)),
+            block_tables=self._to_device(self._block_tables[slots, :max_blocks]),
+            slot_mapping=self._to_device(slot_mapping),
+            num_decodes=int(np.count_nonzero(query_lens == 1)),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=max_seq_len,
+            query_lens_cpu=tuple(query_lens.tolist()),
+            seq_lens_cpu=tuple(seq_lens.tolist()),
+        )
+        self._backend.begin_step([metadata])
+        samples = np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs)
+        sample_indices = query_start_loc[1:][samples].astype(np.int64) - 1
+        return (
+            self._to_device(self._token_ids(scheduled, len(owner))),
+            self._to_device(positions),
+            self._to_device(sample_indices),
+        )
+
+    def _token_ids(
+        self, scheduled: tuple[ScheduledSequence, ...], num_tokens: int
+    ) -> NDArray[np.int64]:
+        """Packed ids; an id that the scheduler did not know yet is the slot's last sampled one."""
+        token_ids = np.empty(num_tokens, dtype=np.int64)
+        end = 0
+        for sequence in scheduled:
+            start, end = end, end + sequence.num_tokens
+            num_known = len(sequence.token_ids)
+            token_ids[start : start + num_known] = sequence.token_ids
+            if num_known < sequence.num_tokens:
+                token_ids[end - 1] = self._last_token_ids[sequence.slot]
+        return token_ids
+
+    def _sample(self, step: SchedulerOutput, logits: Tensor) -> StepOutput:
+        sampling = [s for s in step.scheduled if s.samples]
+        if not sampling:
+            return StepOutput(step_id=step.step_id, token_ids={})
+        slots = np.fromiter((s.slot for s in sampling), np.int64, len(sampling))
+        positions = np.fromiter((s.start + s.num_tokens for s in sampling), np.int64, len(sampling))
+        sampled = self._sampler.sample(logits, slots, positions)
+        self._last_token_ids[slots] = sampled.token_ids
+        token_ids = {
+            s.key: (token_id,)
+            for s, token_id, is_broken in zip(
+                sampling, sampled.token_ids.tolist(), sampled.is_broken, strict=True
+            )
+            if not is_broken
+        }
+        failed = {
+            s.key: "the model's logits are not finite"
+            for s, is_broken in zip(sampling, sampled.is_broken, strict=True)
+            if is_broken
+        }
+        return StepOutput(step_id=step.step_id, token_ids=token_ids, failed=failed)
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
