@@ -18,10 +18,10 @@ from cbatch_cli.data.part_buffer import PartBuffer
 from cbatch_cli.data.row import Row, RowResult
 from cbatch_cli.errors import CBatchError, OutputError
 
-MAX_RAW_BYTES = 16 * 2**20
-"""Python objects of all open parts together; beyond it the largest part becomes Arrow."""
-MAX_ARROW_BYTES = 64 * 2**20
-"""Arrow batches of all open parts together; beyond it the largest part goes to its scratch."""
+MAX_RAW_BYTES = 8 * 2**20
+"""Python objects of all open parts together; beyond it they become Arrow batches."""
+MAX_ARROW_BYTES = 16 * 2**20
+"""Arrow batches of all open parts together; beyond it the largest part goes to disk."""
 
 
 def _ignore_part(rows: range) -> None:
@@ -147,8 +147,9 @@ class ParquetSink:
             durable_io.unlink(part)
 
     def _free_memory(self) -> None:
-        largest = max(self._open.values(), key=lambda part: part.raw_bytes)
-        self._raw_bytes -= largest.raw_bytes
-        largest.compact()
+        # All of them: even one old row may keep a whole batch of its input in memory.
+        for part in self._open.values():
+            part.compact()
+        self._raw_bytes = 0
         while sum(part.arrow_bytes for part in self._open.values()) > MAX_ARROW_BYTES:
             max(self._open.values(), key=lambda part: part.arrow_bytes).spill()

@@ -168,6 +168,8 @@ def _estimate_bytes(finished: FinishedRow) -> int:
     result = finished.result
     num_bytes = ROW_OVERHEAD_BYTES + _value_bytes(result.completion)
     num_bytes += 4 * len(result.token_ids or ())
+    if finished.row.arrow is not None:
+        num_bytes += finished.row.arrow.num_bytes
     return num_bytes + _value_bytes(finished.row.columns)
 
 

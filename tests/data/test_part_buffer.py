@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from cbatch_cli.data import part_buffer
 from cbatch_cli.data.output_schema import FinishedRow, output_schema, to_record_batch
 from cbatch_cli.data.part_buffer import PartBuffer
+from cbatch_cli.data.row import ArrowRow
 from cbatch_cli.errors import OutputError
 from tests.data.output_fakes import (
     PASSTHROUGH,
@@ -83,6 +85,20 @@ def test_a_row_group_ends_at_its_bytes_too(tmp_path: Path, monkeypatch: pytest.M
     groups = [table["row_index"].to_pylist() for table in buffer.row_groups()]
 
     assert groups == [[0, 1], [2], [3], [4], [5, 6]]
+
+
+def test_what_a_row_keeps_in_memory_counts(tmp_path: Path) -> None:
+    plain, text, arrow = (
+        PartBuffer(rows=range(1), encode=encode, scratch=tmp_path / "scratch") for _ in range(3)
+    )
+    row = make_row(0)
+    plain.add(finished_row(0))
+    text.add(finished_row(0, text_bytes=5000))
+    pointer = ArrowRow(pa.record_batch({"x": [1]}), 0, 5000)
+    arrow.add(FinishedRow(replace(row, arrow=pointer), make_result(row)))
+
+    assert text.raw_bytes == plain.raw_bytes + 5000
+    assert arrow.raw_bytes == plain.raw_bytes + 5000
 
 
 def test_a_range_that_does_not_start_at_zero_and_a_short_end(tmp_path: Path) -> None:
