@@ -12,19 +12,23 @@ from cbatch_cli.data.lines import content_hash
 
 
 def to_python(column: pa.Array[Any]) -> list[Any]:
-    """The values as Python values; a map as a dict.
+    """The values as Python values; a map as a dict, in which the last of equal keys counts.
 
-    A type that Python cannot hold exactly (nanoseconds, dates after year 9999) is given as text.
+    Times that Python cannot hold are given as text: those in nanoseconds, and all of a column
+    with one after the year 9999.
     """
     try:
-        return _to_pylist(column)
-    except (pa.ArrowException, ValueError, OverflowError):
-        return _to_pylist(_cast(column, _exact_type(column.type)))
+        values = _cast(column, _text_for_nanoseconds(column.type)).to_pylist()
+    except (ValueError, OverflowError):
+        values = _cast(column, _text_for_times(column.type)).to_pylist()
+    if pt.is_map(column.type):
+        return [value if value is None else dict(value) for value in values]
+    return values
 
 
 def content_hashes(batch: pa.RecordBatch) -> list[bytes]:
     """A hash of each row's values, the same however the rows are laid out and compressed."""
-    columns = [_to_pylist(_cast(column, _canonical_type(column.type))) for column in batch.columns]
+    columns = [_cast(column, _canonical_type(column.type)).to_pylist() for column in batch.columns]
     # ascii() is exact for every value that can occur here and the same in every Python.
     return [content_hash(ascii(values).encode()) for values in zip(*columns, strict=True)]
 
@@ -44,24 +48,15 @@ def storable_type(data_type: pa.DataType) -> pa.DataType:
     return _rebuild(data_type, storable_type)
 
 
-def _to_pylist(column: pa.Array[Any]) -> list[Any]:
-    values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
-    return values
-
-
 def _cast(column: pa.Array[Any], data_type: pa.DataType) -> pa.Array[Any]:
-    if isinstance(column, pa.ExtensionArray):
-        column = column.storage
     return column if column.type == data_type else column.cast(data_type)
 
 
 def _canonical_type(data_type: pa.DataType) -> pa.DataType:
     """A type that holds the same values and that Python reads without loss."""
-    if isinstance(data_type, pa.BaseExtensionType):
-        return _canonical_type(data_type.storage_type)
     if pt.is_dictionary(data_type):
         return _canonical_type(data_type.value_type)
-    if pt.is_temporal(data_type) and not pt.is_interval(data_type):
+    if pt.is_temporal(data_type):
         return pa.int32() if data_type.bit_width == 32 else pa.int64()
     # Text may be no UTF-8, and is hashed all the same.
     if pt.is_string(data_type) or pt.is_string_view(data_type):
@@ -71,12 +66,16 @@ def _canonical_type(data_type: pa.DataType) -> pa.DataType:
     return _rebuild(data_type, _canonical_type)
 
 
-def _exact_type(data_type: pa.DataType) -> pa.DataType:
-    if isinstance(data_type, pa.BaseExtensionType):
-        return _exact_type(data_type.storage_type)
-    if pt.is_temporal(data_type):
-        return pa.int64() if pt.is_duration(data_type) else pa.string()
-    return _rebuild(data_type, _exact_type)
+def _text_for_nanoseconds(data_type: pa.DataType) -> pa.DataType:
+    if getattr(data_type, "unit", None) == "ns":
+        return _text_for_times(data_type)
+    return _rebuild(data_type, _text_for_nanoseconds)
+
+
+def _text_for_times(data_type: pa.DataType) -> pa.DataType:
+    if pt.is_duration(data_type):
+        return pa.int64()  # of which Arrow makes no text
+    return pa.string() if pt.is_temporal(data_type) else _rebuild(data_type, _text_for_times)
 
 
 def _rebuild(data_type: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -26,8 +27,23 @@ INT64_MAX = 2**63 - 1
 MAX_EXACT_FLOAT = 2**53
 """Every integer up to this size is a double."""
 
-Shape = str | tuple[str, Any]
-"""A name in `_SCALARS`, `unknown`, `("list", shape)` or `("struct", {name: shape})`."""
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """The shape of lists whose items have one shape."""
+
+    item: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Struct:
+    """The shape of objects with the same keys."""
+
+    fields: dict[str, Shape]
+
+
+Shape = str | _List | _Struct
+"""How a value is made: a name in `_SCALARS`, `unknown` for null, or of other shapes."""
 
 _SCALARS: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
@@ -74,6 +90,7 @@ class _Column:
     def __init__(self) -> None:
         self._kinds: Counter[str] = Counter()
         self._shape: Shape | None = "unknown"
+        """The shape of all lists and objects, None if they have none in common."""
         self._largest_integer = 0
         self._exceeds_int64 = False
 
@@ -103,7 +120,7 @@ class _Column:
         if (num_values - counts[kind]) * 10 > num_values:
             return json_field(name)
         if kind in ("list", "struct"):
-            data_type = _nested_type(self._shape)
+            data_type = _arrow_type(self._shape)
             return json_field(name) if data_type is None else pa.field(name, data_type)
         if kind == "number":
             is_exact = self._largest_integer <= MAX_EXACT_FLOAT
@@ -145,44 +162,43 @@ def _shape_of(value: Any, depth: int = 1) -> Shape:
     if depth > MAX_TYPED_NESTING:
         raise _NoCommonShape
     if kind == "struct":
-        return "struct", {name: _shape_of(entry, depth + 1) for name, entry in value.items()}
+        return _Struct({name: _shape_of(entry, depth + 1) for name, entry in value.items()})
     shape: Shape = "unknown"
     for entry in value:
         shape = _merge(shape, _shape_of(entry, depth + 1))
-    return "list", shape
+    return _List(shape)
 
 
 def _merge(first: Shape, second: Shape) -> Shape:
+    """The shape that holds values of both. Raises `_NoCommonShape`."""
     if first == second or second == "unknown":
         return first
     if first == "unknown":
         return second
-    if isinstance(first, tuple) and isinstance(second, tuple) and first[0] == second[0]:
-        if first[0] == "list":
-            return "list", _merge(first[1], second[1])
-        if first[1].keys() == second[1].keys():
-            merged = {name: _merge(shape, second[1][name]) for name, shape in first[1].items()}
-            return "struct", merged
-    elif {first, second} == {"int", "float"}:
-        return "float"
-    elif {first, second} == {"int", "long"}:
-        return "long"
+    if isinstance(first, _List) and isinstance(second, _List):
+        return _List(_merge(first.item, second.item))
+    if isinstance(first, _Struct) and isinstance(second, _Struct):
+        if first.fields.keys() == second.fields.keys():
+            others = second.fields
+            return _Struct({name: _merge(one, others[name]) for name, one in first.fields.items()})
+    elif isinstance(first, str) and isinstance(second, str):
+        if {first, second} == {"int", "float"}:
+            return "float"
+        if {first, second} == {"int", "long"}:
+            return "long"
     raise _NoCommonShape
 
 
-def _nested_type(shape: Shape | None) -> pa.DataType | None:
+def _arrow_type(shape: Shape | None) -> pa.DataType | None:
     """The Arrow type of a shape; None where a part of it is unknown."""
-    if shape is None or shape == "unknown":
-        return None
-    if isinstance(shape, str):
-        return _SCALARS[shape]
-    kind, inner = shape
-    if kind == "list":
-        item = _nested_type(inner)
+    if isinstance(shape, _List):
+        item = _arrow_type(shape.item)
         return None if item is None else pa.list_(item)
+    if not isinstance(shape, _Struct):
+        return _SCALARS.get(shape or "unknown")
     fields = []
-    for name, inner_shape in inner.items():
-        data_type = _nested_type(inner_shape)
+    for name, inner in shape.fields.items():
+        data_type = _arrow_type(inner)
         if data_type is None:
             return None
         fields.append(pa.field(name, data_type))

@@ -130,7 +130,8 @@ class _CsvReader:
                 f"the record is longer than {self._lines.max_bytes} bytes; is a quote unclosed?"
             )
         except csv.Error as error:
-            return _unreadable(f"malformed record: {error}")
+            # What follows a dash is advice to whoever calls the module.
+            return _unreadable(f"malformed record: {str(error).partition(' - ')[0]}")
         return fields if self._lines.is_utf8 else _unreadable("not UTF-8")
 
 

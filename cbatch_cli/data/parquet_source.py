@@ -61,12 +61,13 @@ class ParquetSource:
         read = [name for name in self.column_names if needed is None or name in needed]
         names = [name for name in self.column_names if name in read or name in self._selected]
         for file in self._files:
-            for batch in _read_batches(file, self._schema, names):
-                for row in self._rows_of(batch, read, file.name, self._num_read):
-                    self._num_read += 1
-                    yield row
-                    if self._num_read == self._limit:
-                        return
+            with _open(file) as parquet:
+                for batch in _read_batches(parquet, self._schema, names):
+                    for row in self._rows_of(batch, read, file.name, self._num_read):
+                        self._num_read += 1
+                        yield row
+                        if self._num_read == self._limit:
+                            return
 
     def _rows_of(
         self, batch: pa.RecordBatch, read: Sequence[str], source_file: str, first_index: int
@@ -129,21 +130,20 @@ def _storable_schema(schema: pa.Schema, file: InputFile) -> pa.Schema:
 
 
 def _read_batches(
-    file: InputFile, schema: pa.Schema, names: Sequence[str]
+    parquet: pq.ParquetFile, schema: pa.Schema, names: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """The named columns in the types of `schema`; those that the file lacks are nulls."""
-    with _open(file) as parquet:
-        present = [name for name in names if name in parquet.schema_arrow.names]
-        for number in range(parquet.num_row_groups):
-            row_group = parquet.metadata.row_group(number)
-            row_bytes = row_group.total_byte_size // max(1, row_group.num_rows)
-            batch_rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
-            # Threads and read-ahead would hold more of the file in memory than a batch needs.
-            for batch in parquet.iter_batches(
-                batch_rows, row_groups=[number], columns=present, use_threads=False
-            ):
-                if batch.num_rows:
-                    yield _conform(batch, [schema.field(name) for name in names])
+    present = [name for name in names if name in parquet.schema_arrow.names]
+    for number in range(parquet.num_row_groups):
+        row_group = parquet.metadata.row_group(number)
+        row_bytes = row_group.total_byte_size // max(1, row_group.num_rows)
+        batch_rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
+        # Threads and read-ahead would hold more of the file in memory than a batch needs.
+        for batch in parquet.iter_batches(
+            batch_rows, row_groups=[number], columns=present, use_threads=False
+        ):
+            if batch.num_rows:
+                yield _conform(batch, [schema.field(name) for name in names])
 
 
 def _conform(batch: pa.RecordBatch, fields: Sequence[pa.Field[Any]]) -> pa.RecordBatch:
@@ -158,8 +158,8 @@ def _conform(batch: pa.RecordBatch, fields: Sequence[pa.Field[Any]]) -> pa.Recor
 
 
 @contextmanager
-def _open(file: InputFile) -> Iterator[Any]:
-    """A `ParquetFile`; what it raises, here or inside of the block, comes as `UsageError`."""
+def _open(file: InputFile) -> Iterator[pq.ParquetFile]:
+    """The file; what Arrow raises, here or inside of the block, comes as `UsageError`."""
     try:
         with ExitStack() as stack:
             # A path lets Arrow read by itself; an object in Python takes the interpreter's lock.

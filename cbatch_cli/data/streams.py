@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 BUFFER_BYTES = 256 * 1024
+DECOMPRESSED_BYTES = 16 * 1024
+"""Decompressed at a time: what of it comes before a corrupt place is lost with that place."""
 
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 ZSTD_SKIPPABLE_FRAMES = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))
@@ -80,7 +82,8 @@ def open_stream(file: InputFile) -> Iterator[tuple[io.BufferedReader, _CountingR
             stream = _buffered(stack, counter)
             compression = _compression(file, stream)
             if compression is not None:
-                stream = _buffered(stack, _decompress(stream, compression))
+                inner = stack.enter_context(_decompress(stream, compression))
+                stream = _buffered(stack, _Decompressed(inner))
             if stream.peek(2).startswith(UTF16_MARKS):
                 raise UsageError(f"{file.name} is UTF-16; convert it to UTF-8")
             yield stream, counter
@@ -108,7 +111,23 @@ class _CountingReader(io.RawIOBase):
         super().close()
 
 
-def _buffered(stack: ExitStack, raw: Any) -> io.BufferedReader:
+class _Decompressed(io.RawIOBase):
+    """Passes on what a decompressor has at hand, so that it comes before an error further on."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer)
+        data = self._inner.read1(min(len(view), DECOMPRESSED_BYTES))
+        view[: len(data)] = data
+        return len(data)
+
+
+def _buffered(stack: ExitStack, raw: io.RawIOBase) -> io.BufferedReader:
     return stack.enter_context(io.BufferedReader(stack.enter_context(raw), BUFFER_BYTES))
 
 
