@@ -6,6 +6,7 @@
     |-- ResumeMismatchError     3   the output belongs to a different job
     |-- OutputError             5   writing the answers failed
     |-- EngineError             6   the engine or its device failed
+    |   `-- DeviceMemoryError   6   a step did not fit into the device's memory
     |-- OutputLockedError       7   another run is writing this output
     `-- TooManyErrorsError      8   stopped by --on-error fail, --max-errors or the first-rows guard
 
@@ -51,6 +52,10 @@ class EngineError(CBatchError):
     """The engine or its device failed in a way that no single row explains."""
 
     exit_code = 6
+
+
+class DeviceMemoryError(EngineError):
+    """A step did not fit into the device's memory; the engine retries with a smaller one."""
 
 
 class OutputLockedError(CBatchError):

@@ -50,6 +50,10 @@ class EngineClient(Protocol):
         """End a generation before the next step, keeping `keep_n` output ids; thread-safe."""
         ...
 
+    def stop(self) -> None:
+        """Let `generate` end soon, with what is unfinished as cancelled; thread-safe."""
+        ...
+
     def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Run `requests`, pulled lazily, and yield each output as it finishes."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +11,19 @@ from cbatch_cli.engine.client import ModelRunner, TokenListener
 from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.stats import EngineStats
-from cbatch_cli.engine.step import StepOutput
-from cbatch_cli.errors import CBatchError, EngineError, RowError, RowErrorType
+from cbatch_cli.engine.step import SchedulerOutput, StepOutput
+from cbatch_cli.engine.token_limit import TokenLimit
+from cbatch_cli.errors import (
+    CBatchError,
+    DeviceMemoryError,
+    EngineError,
+    RowError,
+    RowErrorType,
+)
 from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
+
+_STOP_POLL_S = 0.2
+"""How long an idle engine sleeps before it looks whether it was told to stop."""
 
 
 class EngineCore:
@@ -43,6 +54,10 @@ class EngineCore:
         self._changed = threading.Condition()
         self._input_open = True
         self._feed_error: BaseException | None = None
+        self._is_stopping = False
+        self._token_limit = TokenLimit(scheduler)
+        self.step_started_at: float | None = None
+        """Monotonic time at which the step that runs was handed to the runner."""
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -66,6 +81,14 @@ class EngineCore:
             self._finish_calls.append((key, keep_n, reason))
             self._changed.notify_all()
 
+    def stop(self) -> None:
+        """Let `generate` end after the step that runs; thread-safe, safe in a signal handler.
+
+        What is unfinished comes out with the ids it has and `FinishReason.CANCELLED`.
+        """
+        # No lock: a signal handler may interrupt the thread that holds it.
+        self._is_stopping = True
+
     def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
         """Run `requests` and yield each output as it finishes.
 
@@ -74,6 +97,7 @@ class EngineCore:
         """
         with self._changed:
             self._input_open = True
+            self._is_stopping = False
             self._feed_error = None
         feeder = threading.Thread(
             target=self._feed, args=(requests,), name="cbatch-feeder", daemon=True
@@ -82,9 +106,7 @@ class EngineCore:
         try:
             yield from self._outputs()
         except BaseException:
-            self._inbox.clear()
-            for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-                self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
+            deque(self._cancel_all(), maxlen=0)
             raise
         finally:
             self._close_input()
@@ -93,6 +115,9 @@ class EngineCore:
         """Step until the input is closed and every request has ended, yielding as they end."""
         while True:
             yield from self._take_in()
+            if self._is_stopping:
+                yield from self._cancel_all()
+                return
             if self.scheduler.has_unfinished:
                 yield from self._step()
                 continue
@@ -102,9 +127,17 @@ class EngineCore:
                 if not self._input_open:
                     break
                 with self.stats.phase("wait_for_input"):
-                    self._changed.wait()
+                    self._changed.wait(_STOP_POLL_S)
         if self._feed_error is not None:
             raise self._feed_error
+
+    def _cancel_all(self) -> Iterator[RequestOutput]:
+        self._close_input()
+        deque(self._take_in(), maxlen=0)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            ended = self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
+            if ended is not None:
+                yield self._hand_out(ended)
 
     def _feed(self, requests: Iterable[Request]) -> None:
         iterator = iter(requests)
@@ -178,11 +211,18 @@ class EngineCore:
             self._changed.notify_all()  # admission made room in the window
         stats.start_step(step, kv_cache_usage=scheduler.blocks.usage)
         try:
+            self.step_started_at = time.monotonic()
             sampled = self._runner.execute(step, stats)
+        except DeviceMemoryError as error:
+            yield from self._retry_smaller(step, error)
+            return
         except CBatchError:
             raise
         except Exception as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
+        finally:
+            self.step_started_at = None
+        self._token_limit.step_succeeded()
         with stats.phase("update"):
             ended = scheduler.update(sampled)
             stats.num_preemptions = scheduler.num_preemptions
@@ -192,6 +232,23 @@ class EngineCore:
         for sequence in ended:
             yield self._hand_out(sequence)
 
+    def _retry_smaller(
+        self, step: SchedulerOutput, error: DeviceMemoryError
+    ) -> Iterator[RequestOutput]:
+        """Take a step back that did not fit; a sequence for which no step is small enough fails."""
+        self.scheduler.abandon(step)
+        if step.num_tokens > 1:
+            self._token_limit.step_failed(step.num_tokens)
+            return
+        ended = self.scheduler.finish(
+            step.scheduled[0].key,
+            None,
+            FinishReason.ERROR,
+            error=RowError(RowErrorType.OUT_OF_MEMORY, f"not even one token fits: {error}"),
+        )
+        if ended is not None:
+            yield self._hand_out(ended)
+
     def _wait_for_admission(self) -> None:
         """Static admission waits for a full batch; nothing else leaves a step empty."""
         with self._changed:
@@ -199,7 +256,7 @@ class EngineCore:
                 if not self._input_open:
                     return
                 with self.stats.phase("wait_for_input"):
-                    self._changed.wait()
+                    self._changed.wait(_STOP_POLL_S)
 
     def _tell_listener(self, sampled: StepOutput) -> None:
         if self.token_listener is None:

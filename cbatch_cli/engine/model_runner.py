@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +16,7 @@ from cbatch_cli.attention.metadata import AttentionMetadata
 from cbatch_cli.engine.sampler import Sampler
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+from cbatch_cli.errors import DeviceMemoryError
 
 
 class Model(Protocol):
@@ -54,14 +57,18 @@ class TorchModelRunner:
         self._last_token_ids = np.zeros(num_slots, dtype=np.int64)
 
     def execute(self, step: SchedulerOutput, stats: EngineStats) -> StepOutput:
-        """Compute one step; times go to `stats` by phase."""
-        with stats.phase("prepare"):
-            self._join_and_extend(step)
-            token_ids, position_ids, sample_indices = self._pack(step)
-        with stats.phase("forward"):
-            logits = self._model.forward(token_ids, position_ids, sample_indices)
-        with stats.phase("sample"):
-            return self._sample(step, logits)
+        """Compute one step; times go to `stats` by phase.
+
+        Raises `DeviceMemoryError` when the step does not fit into memory.
+        """
+        with _memory_errors():
+            with stats.phase("prepare"):
+                self._join_and_extend(step)
+                token_ids, position_ids, sample_indices = self._pack(step)
+            with stats.phase("forward"):
+                logits = self._model.forward(token_ids, position_ids, sample_indices)
+            with stats.phase("sample"):
+                return self._sample(step, logits)
 
     def _join_and_extend(self, step: SchedulerOutput) -> None:
         for scheduled in step.scheduled:
@@ -159,3 +166,17 @@ class TorchModelRunner:
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Name what torch raises when memory is short."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DeviceMemoryError(str(error) or "out of memory") from error
+    except RuntimeError as error:
+        # The CPU allocator has no exception type of its own.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise DeviceMemoryError(str(error)) from error

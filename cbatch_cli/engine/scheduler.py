@@ -167,7 +167,14 @@ class Scheduler:
             self.blocks.release(sequence)
         return ended
 
-    def finish(self, key: RequestKey, keep_n: int | None, reason: FinishReason) -> Sequence | None:
+    def finish(
+        self,
+        key: RequestKey,
+        keep_n: int | None,
+        reason: FinishReason,
+        *,
+        error: RowError | None = None,
+    ) -> Sequence | None:
         """End a sequence from outside, keeping its first `keep_n` output ids (None: all).
 
         Returns it, or None where it has ended already: then what it made is only trimmed later.
@@ -177,8 +184,25 @@ class Scheduler:
             return None
         if keep_n is not None:
             del sequence.token_ids[sequence.num_prompt_tokens + keep_n :]
+        sequence.error = error
         self._end(sequence, reason)
         return sequence
+
+    def abandon(self, step: SchedulerOutput) -> None:
+        """Undo the last step, which failed half way: whoever took part is computed again.
+
+        Nothing that it may have written is shared, and nothing that was shared before it either.
+        """
+        for sequence, samples in self._in_flight.pop(step.step_id):
+            sequence.num_in_flight_steps -= 1
+            sequence.num_pending_tokens -= samples
+        self.blocks.forget_all()
+        for sequence in self.running[::-1]:
+            self._preempt(sequence)
+
+    def limit_tokens(self, max_num_batched_tokens: int) -> None:
+        """Change the token budget of the steps to come, while nothing runs or to more."""
+        self.max_num_batched_tokens = max_num_batched_tokens
 
     def has_stop_strings(self, key: RequestKey) -> bool:
         """Whether the sequence is alive and may end by a stop string."""
@@ -220,6 +244,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             input_open=self.input_open,
         )
+        limit = min(limit, self.max_num_batched_tokens - len(self.running))
         while self.waiting and self._free_slots and len(joined) < limit:
             sequence = self.waiting[0]
             if sequence.num_in_flight_steps:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +12,11 @@ from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.scheduler import StaticAdmission
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
-from cbatch_cli.errors import EngineError, RowErrorType
+from cbatch_cli.errors import DeviceMemoryError, EngineError, RowErrorType
 from cbatch_cli.request import FinishReason, Request, RequestKey
 from tests.fakes import FakeRunner, expected_output, make_request, make_scheduler
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_core(**settings: object) -> EngineCore:
@@ -197,3 +202,90 @@ def test_occupancy_counts_the_steps_in_which_anything_waits() -> None:
     # The ninth row runs alone: half of the slots in the last four of twenty steps.
     assert summary["step_occupancy"] == pytest.approx(0.9)
     assert summary["step_occupancy_until_tail"] == 1.0
+
+
+def test_stop_hands_out_what_is_unfinished_with_the_ids_it_has() -> None:
+    core = make_core(max_num_seqs=2)
+    for row in range(5):
+        core.submit(make_request(row, [row], max_tokens=3 if row == 0 else 200, ignore_eos=True))
+    outputs = []
+    for output in core.generate([]):
+        outputs.append(output)
+        core.stop()
+    assert outputs[0].key.row == 0 and outputs[0].finish_reason is FinishReason.LENGTH
+    rest = {output.key.row: output for output in outputs[1:]}
+    assert sorted(rest) == [1, 2, 3, 4]
+    assert all(output.finish_reason is FinishReason.CANCELLED for output in rest.values())
+    whole = expected_output(make_request(1, [1], max_tokens=200), max_sequence_tokens=256)
+    assert len(rest[1].token_ids) >= 3
+    assert rest[1].token_ids == whole[: len(rest[1].token_ids)]
+    assert rest[4].token_ids == ()
+    core.scheduler.check_integrity()
+    assert core.scheduler.blocks.usage == 0.0
+
+
+class ForgetfulRunner(FakeRunner):
+    """Fails on steps of more than `most` tokens, after it has written half of them."""
+
+    most = 6
+
+    def execute(self, step: SchedulerOutput, stats: EngineStats | None = None) -> StepOutput:
+        if step.num_tokens > self.most:
+            self.cache = [-7] * len(self.cache)
+            raise DeviceMemoryError("too big")
+        return super().execute(step)
+
+
+def test_a_step_that_does_not_fit_is_tried_again_in_smaller_pieces() -> None:
+    core = EngineCore(
+        scheduler=make_scheduler(max_num_seqs=8, max_num_batched_tokens=40),
+        runner=ForgetfulRunner(num_blocks=64, block_size=4),
+    )
+    given = [make_request(row, range(row, row + 20), max_tokens=30) for row in range(12)]
+    outputs = {output.key.row: output for output in core.generate(given)}
+    for request in given:
+        assert outputs[request.key.row].token_ids == expected_output(
+            request, max_sequence_tokens=256
+        )
+    assert core.stats.num_preemptions > 0
+
+
+def test_a_row_for_which_no_step_is_small_enough_fails_alone() -> None:
+    class Choking(FakeRunner):
+        def execute(self, step: SchedulerOutput, stats: EngineStats | None = None) -> StepOutput:
+            if any(s.key.row == 2 and s.start + s.num_tokens > 9 for s in step.scheduled):
+                raise DeviceMemoryError("too big")
+            return super().execute(step)
+
+    core = EngineCore(scheduler=make_scheduler(), runner=Choking(num_blocks=64, block_size=4))
+    given = [make_request(row, [row] * 5, max_tokens=20, ignore_eos=True) for row in range(5)]
+    outputs = {output.key.row: output for output in core.generate(given)}
+    error = outputs[2].error
+    assert error is not None and error.type is RowErrorType.OUT_OF_MEMORY and error.retryable
+    for row in (0, 1, 3, 4):
+        assert outputs[row].token_ids == expected_output(given[row], max_sequence_tokens=256)
+
+
+HANGING = """
+import time
+from cbatch_cli.engine.core import EngineCore
+from cbatch_cli.engine.watchdog import Watchdog
+from tests.fakes import make_request, make_scheduler
+
+class Hanging:
+    def execute(self, step, stats):
+        time.sleep(60)
+
+core = EngineCore(scheduler=make_scheduler(), runner=Hanging())
+with Watchdog(core, timeout_s=0.4):
+    list(core.generate([make_request(0, [1])]))
+"""
+
+
+def test_a_step_that_never_ends_is_told_and_ends_the_process() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=50, cwd=ROOT
+    )
+    assert child.returncode == 6
+    assert "step 0 has not ended" in child.stderr and "1 running" in child.stderr
+    assert "in execute" in child.stderr, "the stacks are dumped"
