@@ -1,0 +1,1 @@
+"""Rows to token ids, and token ids to text."""
