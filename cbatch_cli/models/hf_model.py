@@ -1,0 +1,126 @@
+"""A transformers model that computes packed tokens over our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.errors import ModelError
+from cbatch_cli.models.attention_hook import ATTENTION, RECORDER, Recording
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NUM_RECORDED_TOKENS = 8
+
+
+class HFModel:
+    """A causal language model whose attention layers run on the backend that is bound to it.
+
+    `model` is in evaluation mode on its device. Raises `ModelError` if it keeps state elsewhere
+    than in attention layers that we can stand in for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        generation_defaults: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self.model_type: str = model.config.model_type
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.generation_defaults = generation_defaults
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.num_parameter_bytes = sum(
+            parameter.numel() * parameter.element_size() for parameter in model.parameters()
+        )
+        if not model._supports_attention_backend:
+            if getattr(model, "_is_stateful", False):
+                raise self._refusal("it keeps a recurrent state")
+            raise self._refusal("its attention cannot be replaced in transformers")
+        self._recording, self.vocab_size = self._record()
+        self._model.set_attn_implementation(ATTENTION)
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """The attention layers in the order in which they run."""
+        return tuple(self._recording.specs)
+
+    def bind(self, backend: AttentionBackend) -> None:
+        """Have the attention layers run on `backend` from now on."""
+        self._recording.bind(backend)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
+        """Logits float32 `[N, vocab]` after the tokens at `sample_indices` `[N]` of the pack.
+
+        `token_ids` and `position_ids` are int64 `[T]`: the packed tokens of one step, whose layout
+        the bound backend was given by `begin_step`.
+        """
+        return self._logits(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            logits_to_keep=sample_indices,
+        )
+
+    @torch.inference_mode()
+    def eager_logits(self, token_ids: Tensor, sample_indices: Tensor) -> Tensor:
+        """Logits float32 `[N, vocab]` of one sequence `[T]` by the model's own attention code."""
+        with self._attention_implementation("eager"):
+            return self._logits(
+                input_ids=token_ids.unsqueeze(0), logits_to_keep=sample_indices.to(self.device)
+            )
+
+    def _logits(self, **inputs: Any) -> Tensor:
+        try:
+            logits: Tensor = self._model(**inputs, use_cache=False).logits
+        except ModelError as error:
+            raise self._refusal(str(error)) from None
+        return logits[0].float()
+
+    @contextmanager
+    def _attention_implementation(self, name: str) -> Iterator[None]:
+        self._model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(ATTENTION)
+
+    @torch.inference_mode()
+    def _record(self) -> tuple[Recording, int]:
+        """Run the model once to see its attention layers; also the size of its vocabulary."""
+        recording = Recording()
+        recording.attach(self._model)
+        try:
+            with self._attention_implementation(RECORDER):
+                token_ids = torch.arange(_NUM_RECORDED_TOKENS, device=self.device)
+                logits = self._logits(
+                    input_ids=token_ids.unsqueeze(0),
+                    position_ids=token_ids.unsqueeze(0),
+                    logits_to_keep=token_ids[-1:],
+                )
+        finally:
+            recording.detach(self._model)
+        if logits.shape[0] != 1:
+            raise self._refusal("it computes logits for every token")
+        num_layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(recording.specs) < num_layers:
+            raise self._refusal(
+                f"only {len(recording.specs)} of its {num_layers} layers are attention layers that "
+                "can be replaced; the others keep their state elsewhere"
+            )
+        return recording, logits.shape[1]
+
+    def _refusal(self, reason: str) -> ModelError:
+        return ModelError(f"models of type {self.model_type} cannot be run: {reason}")
