@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cbatch_cli.data import durable_io
+from cbatch_cli.data.journal_records import SEGMENT_NAME
 from cbatch_cli.data.json_text import dump_json
 from cbatch_cli.data.output_target import PART_NAME
 from cbatch_cli.errors import OutputLockedError
@@ -39,9 +40,10 @@ class WorkDir:
         durable_io.write_durably(self.path / RUN_NAME, dump_json(run))
 
     def start_over(self) -> None:
-        """Remove the parts and the unfinished files of a run that died."""
+        """Remove the parts, the journal and the unfinished files of a run that died."""
         for name in durable_io.list_dir(self.path):
-            if PART_NAME.fullmatch(name) or name.endswith(".tmp"):
+            is_part = PART_NAME.fullmatch(name) is not None
+            if is_part or name.endswith(".tmp") or SEGMENT_NAME.fullmatch(name):
                 durable_io.unlink(self.path / name)
         durable_io.fsync_dir(self.path)
 

@@ -49,6 +49,7 @@ def test_starting_over_removes_what_is_ours_and_keeps_the_rest(tmp_path: Path) -
         "part-00001.parquet.tmp",
         "part-00002.parquet.scratch.tmp",
         "out.parquet.tmp",
+        "journal-000001.bin",
         "run.json",
         "notes.txt",
     ):
