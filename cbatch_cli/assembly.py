@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ class LoadedEngine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Limits:
-    """The engine's settings where the configuration leaves them open."""
+class EngineLimits:
+    """The engine's sizes, those filled in that the configuration leaves open."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -66,60 +67,27 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
     for settings that do not fit it.
     """
     start = time.monotonic()
-    from cbatch_cli.attention.torch_backend import TorchAttentionBackend
-    from cbatch_cli.engine.kv_cache import KVCache
-    from cbatch_cli.engine.model_runner import TorchModelRunner
-    from cbatch_cli.engine.sampler import Sampler
+    # Imported here: torch and transformers take seconds, and a bad option should be told at once.
     from cbatch_cli.models.loading import load_model, resolve_model
     from cbatch_cli.text.tokenizer import load_tokenizer
 
     files = resolve_model(model_name)
-    tokenizer = load_tokenizer(files.folder, trust_remote_code=config.trust_remote_code)
-    model = load_model(
-        files,
-        dtype=config.dtype,
-        device=config.device,
-        max_model_len=config.max_model_len,
-        trust_remote_code=config.trust_remote_code,
-    )
-    limits = _resolve_limits(config, model, log=log)
-    cache = KVCache(
-        model.layer_specs,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    backend = TorchAttentionBackend(model.layer_specs, cache.layers, limits.block_size)
-    model.bind(backend)
-    scheduler = Scheduler(
-        blocks=KVBlocks(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            prefix_caching=config.prefix_caching,
-        ),
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=model.eos_token_ids,
-        policy=StaticAdmission(limits.max_num_seqs)
-        if config.scheduler == "static"
-        else ContinuousAdmission(),
-    )
-    sampler = Sampler(
-        num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=model.eos_token_ids
-    )
-    runner = TorchModelRunner(
-        model=model,
-        backend=backend,
-        sampler=sampler,
-        num_slots=limits.max_num_seqs,
-        max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
-        block_size=limits.block_size,
-    )
+    with ThreadPoolExecutor(1) as pool:
+        # Reading weights and checking them leaves a core idle.
+        tokenizer = pool.submit(
+            load_tokenizer, files.folder, trust_remote_code=config.trust_remote_code
+        )
+        model = load_model(
+            files,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            trust_remote_code=config.trust_remote_code,
+        )
+    core, limits = build_core(model, config, log)
     return LoadedEngine(
-        client=EngineCore(scheduler=scheduler, runner=runner),
-        tokenizer=tokenizer,
+        client=core,
+        tokenizer=tokenizer.result(),
         generation_defaults=model.generation_defaults,
         description={
             "model": files.name,
@@ -133,6 +101,58 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
         },
         load_s=time.monotonic() - start,
     )
+
+
+def build_core(
+    model: HFModel, config: EngineConfig, log: Log = print_nothing
+) -> tuple[EngineCore, EngineLimits]:
+    """An engine over a loaded model, which it takes over: the last one built is the one that runs.
+
+    Raises `UsageError` for settings that do not fit the model or the memory.
+    """
+    from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+    from cbatch_cli.engine.kv_cache import KVCache
+    from cbatch_cli.engine.model_runner import TorchModelRunner
+    from cbatch_cli.engine.sampler import Sampler
+
+    limits = _resolve_limits(config, model, log=log)
+    cache = KVCache(
+        model.layer_specs,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    backend = TorchAttentionBackend(model.layer_specs, cache.layers, limits.block_size)
+    model.bind(backend)
+    policy = (
+        StaticAdmission(limits.max_num_seqs)
+        if config.scheduler == "static"
+        else ContinuousAdmission()
+    )
+    scheduler = Scheduler(
+        blocks=KVBlocks(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            prefix_caching=config.prefix_caching,
+        ),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        policy=policy,
+    )
+    runner = TorchModelRunner(
+        model=model,
+        backend=backend,
+        sampler=Sampler(
+            num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=model.eos_token_ids
+        ),
+        num_slots=limits.max_num_seqs,
+        max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
+        block_size=limits.block_size,
+    )
+    return EngineCore(scheduler=scheduler, runner=runner), limits
 
 
 def resolve_sampling(
@@ -160,7 +180,7 @@ def resolve_sampling(
         raise UsageError(str(error)) from None
 
 
-def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> _Limits:
+def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> EngineLimits:
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
     on_gpu = model.device.type == "cuda"
@@ -177,7 +197,7 @@ def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> _Limit
         max_num_seqs=max_num_seqs,
         max_model_len=model.max_model_len,
     )
-    return _Limits(
+    return EngineLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         block_size=block_size,

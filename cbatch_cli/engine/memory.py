@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 def available_memory(*, cgroup: Path = _CGROUP, proc: Path = _PROC) -> int:
     """Bytes that can be allocated without swapping: the machine's, or the cgroup's if fewer."""
-    return min(_machine_memory(proc), *_cgroup_memory(cgroup, proc))
+    return min([_machine_memory(proc), *_cgroup_memory(cgroup, proc)])
 
 
 def _machine_memory(proc: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
@@ -17,13 +18,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cbatch_cli.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOGGER = logging.getLogger(__name__)
 
 # Part of the key: raise it when a conversion gives other files than before.
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 
 
 def cache_root() -> Path:
@@ -107,7 +112,7 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
     }
     try:
         with _file_parsed_once():
-            AutoTokenizer.from_pretrained(**source).save_pretrained(result)
+            _save_tokenizer(AutoTokenizer.from_pretrained(**source), result)
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
@@ -119,6 +124,18 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
         ) from error
     except (ValueError, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
         raise ModelError(f"cannot convert the GGUF file: {error}") from error
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, result: Path) -> None:
+    """Save a tokenizer as one that is all in `tokenizer.json`, which loads in a third of the time.
+
+    What was made from a GGUF file is: a class of its own would only build the same again.
+    """
+    tokenizer.save_pretrained(result)
+    path = result / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 @contextmanager
