@@ -12,9 +12,10 @@ from cbatch_cli.errors import UsageError
 
 
 class KVCache:
-    """Keys and values of every layer, in blocks.
+    """Keys and values of every layer, in blocks. What was never written is not initialised.
 
-    `layers[i]` is (keys `[num_blocks, block_size, num_kv_heads, head_dim]`, values likewise with
+    A machine gives out the memory of a block when it is first written, so a large pool costs
+    nothing until it is used. `layers[i]` is (keys `[num_blocks, block_size, num_kv_heads, head_dim]`, values likewise with
     `value_head_dim`).
     """
 
@@ -34,8 +35,8 @@ class KVCache:
             shape = (num_blocks, block_size, layer.num_kv_heads)
             self.layers.append(
                 (
-                    torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device),
-                    torch.zeros(*shape, layer.value_head_dim, dtype=dtype, device=device),
+                    torch.empty(*shape, layer.head_dim, dtype=dtype, device=device),
+                    torch.empty(*shape, layer.value_head_dim, dtype=dtype, device=device),
                 )
             )
 
