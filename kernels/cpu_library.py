@@ -1,0 +1,163 @@
+"""Loads the compiled CPU kernels and describes their C interface.
+
+The library holds every kernel once per instruction set; `CPUKernels` are the functions of one.
+All arrays are passed as addresses, so callers must keep the tensors alive during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+# Imported first, since the library takes OpenMP from the runtime that torch loads.
+import torch
+
+LIBRARY_FOLDER = Path(__file__).parent
+_LIBRARY_NAME = "cpu_kernels"
+_INTERFACE_VERSION = 1
+
+# Panel width and with it the packed layout differ by variant, so weights packed by one variant
+# must be multiplied by the same one.
+_PANELS = {"generic": 8, "avx2": 16, "avx512": 32}
+_FEATURES = {"generic": 0, "avx2": 1, "avx512": 2}
+
+# p: address, i: int64, f: float32.
+_SIGNATURES = {
+    "attention": "p",
+    "add_norm": "ppfppfpiii",
+    "norm_rope": "piiiiippfppii",
+    "activate_and_multiply": "ppiiii",
+    "pack_linear": "piipi",
+    "linear": "piiippipii",
+    "pack_int8": "piipi",
+    "linear_int8": "piiipppipii",
+    "row_maxima": "piiipppi",
+    "exponential_sums": "piiipppi",
+    "top_logits": "piiippippi",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+class KernelsUnavailable(Exception):
+    """The compiled kernels are missing or do not fit; the message says why."""
+
+
+class AttentionArguments(ctypes.Structure):
+    """`CbatchAttention` of kernels/cpu/attention.h, field by field."""
+
+    _fields_ = [
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("key", ctypes.c_void_p),
+        ("key_token_stride", ctypes.c_int64),
+        ("key_head_stride", ctypes.c_int64),
+        ("value", ctypes.c_void_p),
+        ("value_token_stride", ctypes.c_int64),
+        ("value_head_stride", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("k_cache", ctypes.c_void_p),
+        ("k_block_stride", ctypes.c_int64),
+        ("k_slot_stride", ctypes.c_int64),
+        ("k_head_stride", ctypes.c_int64),
+        ("v_cache", ctypes.c_void_p),
+        ("v_block_stride", ctypes.c_int64),
+        ("v_slot_stride", ctypes.c_int64),
+        ("v_head_stride", ctypes.c_int64),
+        ("block_tables", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int64),
+        ("num_seqs", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("value_head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("cache_is_bfloat16", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+    ]
+
+
+class CPUKernels:
+    """The functions of one variant, named as in kernels/cpu without their suffix."""
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant
+        self.panel = _PANELS[variant]
+        """Output columns per panel of packed weights."""
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, f"cbatch_{name}_{variant}")
+            function.argtypes = [_TYPES[letter] for letter in signature]
+            function.restype = None
+            setattr(self, name, function)
+
+    attention: Callable[..., None]
+    add_norm: Callable[..., None]
+    norm_rope: Callable[..., None]
+    activate_and_multiply: Callable[..., None]
+    pack_linear: Callable[..., None]
+    linear: Callable[..., None]
+    pack_int8: Callable[..., None]
+    linear_int8: Callable[..., None]
+    row_maxima: Callable[..., None]
+    exponential_sums: Callable[..., None]
+    top_logits: Callable[..., None]
+
+
+def supported_variants() -> tuple[str, ...]:
+    """What this processor can run, the fastest last. Raises `KernelsUnavailable`."""
+    library = _library(LIBRARY_FOLDER)
+    features = library.cbatch_processor_features()
+    return tuple(
+        name
+        for name, feature in _FEATURES.items()
+        if features & feature == feature and hasattr(library, f"cbatch_attention_{name}")
+    )
+
+
+def load_kernels(variant: str | None = None) -> CPUKernels:
+    """The kernels of `variant`, or of the fastest one that this processor runs.
+
+    Raises `KernelsUnavailable` if the library was not built, does not load, or is out of date.
+    """
+    variants = supported_variants()
+    if variant is not None and variant not in variants:
+        raise KernelsUnavailable(f"this processor does not run the variant {variant}")
+    return CPUKernels(_library(LIBRARY_FOLDER), variant or variants[-1])
+
+
+@functools.lru_cache(maxsize=8)
+def _library(folder: Path) -> ctypes.CDLL:
+    paths = [folder / (_LIBRARY_NAME + suffix) for suffix in EXTENSION_SUFFIXES]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        raise KernelsUnavailable("the CPU kernels were not built; a C++ compiler builds them")
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.cbatch_interface_version()
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"the CPU kernels do not load: {error}") from None
+    if version != _INTERFACE_VERSION:
+        raise KernelsUnavailable("the CPU kernels are out of date; install the package again")
+    return library
+
+
+def num_threads() -> int:
+    """Threads that a kernel may use: as many as torch does."""
+    return torch.get_num_threads()
+
+
+def address(tensor: torch.Tensor | None) -> Any:
+    """Where a tensor's values start; None for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
