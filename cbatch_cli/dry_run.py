@@ -47,7 +47,7 @@ def dry_run_text(description: dict[str, Any]) -> str:
         "model": description["model"],
         "sampling": ", ".join(sampling) or "as the model's generation config says",
     }
-    return "".join(f"{name:<8} {value}\n" for name, value in lines.items())
+    return "".join(f"{name:<9}{value}\n" for name, value in lines.items())
 
 
 def _describe_prompt(prompt: PromptColumns) -> str:
