@@ -97,6 +97,8 @@ def test_integers_beyond_64_bits_make_a_column_of_digits(big: int) -> None:
 def test_a_tenth_of_misfits_is_the_limit() -> None:
     assert field_of([1] * 9 + ["a"]).type == pa.int64()
     assert is_json([1] * 9 + ["a", "b"])
+    assert field_of([1] * 90 + ["a"] * 10).type == pa.int64()
+    assert is_json([1] * 90 + ["a"] * 11)
     assert field_of([1] * 9 + ["a"] + [None] * 50).type == pa.int64()
     assert is_json([1] * 9 + ["a", "b"] + [None] * 50)
     assert field_of([[1]] * 9 + ["a"]).type == pa.list_(pa.int64())

@@ -176,15 +176,15 @@ def test_arrow_rows_are_copied_in_any_order() -> None:
             ],
             schema=schema,
         )
-        for start, names in ((10**18 + 1, ["x", "y", "x"]), (5, ["z", None, "x"]))
+        for start, names in ((10**18 + 1, ["x", "y", "w"]), (5, ["z", None, "x"]))
     ]
-    places = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (0, 1), (1, 0)]
+    places = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (0, 2), (0, 0)]
     rows = [Row(i, arrow=ArrowRow(batches[b], offset, 8)) for i, (b, offset) in enumerate(places)]
     rows.insert(3, Row(9, error=UNREADABLE))
     stamps, names = ColumnEncoder(schema).encode(rows)
-    integers = [10**18 + 1, None, 10**18 + 3, None, None, 7, None, 5]
+    integers = [10**18 + 1, None, 10**18 + 3, None, None, 7, 10**18 + 3, 10**18 + 1]
     assert stamps.equals(pa.array(integers, pa.timestamp("ns")))
-    assert names.to_pylist() == ["x", "y", "x", None, None, "x", "y", "z"]
+    assert names.to_pylist() == ["x", "y", "w", None, None, "x", "w", "x"]
     only_unreadable = ColumnEncoder(schema).encode([Row(0, error=UNREADABLE)])
     assert [array.type for array in only_unreadable] == schema.types
 

@@ -33,12 +33,17 @@ scalars = (
     | st.text()
 )
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
+objects = st.dictionaries(st.text(max_size=5), values, max_size=4)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(st.dictionaries(st.text(), values))
+@given(objects)
 def test_agrees_with_the_standard_library_on_every_object(value: dict[str, Any]) -> None:
     for ensure_ascii in (True, False):
         line = json.dumps(value, ensure_ascii=ensure_ascii)

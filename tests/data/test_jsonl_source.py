@@ -237,11 +237,15 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
 
 
 def test_rows_can_be_read_again(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(5)])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 1000} for _ in range(1000)])
     source = open_inputs(path)
     prompt = choose(source)
     first = list(source.rows(prompt))
-    assert list(source.rows(prompt)) == first
+    assert source.fraction_read == 1.0
+    again = source.rows(prompt)
+    assert next(again) == first[0]
+    assert source.fraction_read < 0.5
+    assert list(again) == first[1:]
     assert source.fraction_read == 1.0
 
 

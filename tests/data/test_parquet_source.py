@@ -154,9 +154,9 @@ def test_only_needed_columns_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     asked = []
     read_batches = parquet_source._read_batches
 
-    def record(parquet: Any, schema: pa.Schema, names: list[str]) -> Any:
+    def record(parquet: Any, schema: pa.Schema, names: list[str], *others: Any) -> Any:
         asked.append(list(names))
-        return read_batches(parquet, schema, names)
+        return read_batches(parquet, schema, names, *others)
 
     monkeypatch.setattr(parquet_source, "_read_batches", record)
     rows = read_rows(path, columns="b")
@@ -310,6 +310,7 @@ def test_a_corrupt_page_ends_the_run_after_the_rows_before_it(tmp_path: Path) ->
         row_group_size=5000,
         write_page_checksum=True,
         use_dictionary=False,
+        compression="none",
     )
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
