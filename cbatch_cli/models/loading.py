@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 from cbatch_cli.config import DtypeName
 from cbatch_cli.errors import ModelError, UsageError
@@ -71,13 +76,12 @@ def load_model(
             device=target,
             trust_remote_code=trust_remote_code,
         )
-        hf_model = HFModel(
+        hf_model = _checked(
             model,
             max_model_len=length,
             eos_token_ids=_eos_token_ids(model, files),
             generation_defaults=_generation_defaults(model),
         )
-        self_check(hf_model)
     return hf_model
 
 
@@ -117,12 +121,20 @@ def _resolve_dtype(
 def _load_config(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the config of {files.name}: {error}") from error
+    except Exception as error:  # every kind comes out of a damaged or unknown config
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{files.name} brings code of its own, which runs only with trust_remote_code"
+            ) from error
+        raise ModelError(f"cannot read the config of {files.name}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(
             f"models of type {config.model_type} cannot be run: they have an encoder beside their "
             "decoder"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        raise ModelError(
+            f"models of type {config.model_type} cannot be run: they do not generate text"
         )
     return config
 
@@ -147,8 +159,7 @@ def _load_weights(
             **options,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"cannot load {files.name}: {reason}") from error
+        raise ModelError(f"cannot load {files.name}: {_first_line(error)}") from error
     # transformers fills weights that the checkpoint lacks with random numbers.
     if missing := sorted({*loading["missing_keys"], *map(str, loading["mismatched_keys"])}):
         raise ModelError(
@@ -156,6 +167,24 @@ def _load_weights(
             f"{config.model_type} model, {missing[0]} among them"
         )
     return model.eval()
+
+
+def _checked(model: PreTrainedModel, **known: Any) -> HFModel:
+    try:
+        hf_model = HFModel(model, **known)
+        self_check(hf_model)
+    except ModelError:
+        raise
+    except Exception as error:  # modelling code that packed tokens break can fail in any way
+        raise ModelError(
+            f"models of type {model.config.model_type} cannot be run: packed tokens end in "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+    return hf_model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _eos_token_ids(model: PreTrainedModel, files: ModelFiles) -> frozenset[int]:

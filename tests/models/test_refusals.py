@@ -156,12 +156,13 @@ def test_self_check_sees_a_wrong_window(name: str, change: int | None) -> None:
         self_check(wrapped)
 
 
-def test_a_window_that_only_the_mask_knows_is_recorded() -> None:
-    model = tiny_model("mistral_window")
-    for attention in attention_layers(model):
-        attention.forward = keyword_passer(attention)
+def test_the_mask_says_how_far_a_layer_sees() -> None:
+    model = tiny_model("gemma2_softcap")
     model.config.sliding_window = 5
-    assert [spec.sliding_window for spec in wrap(model).layer_specs] == [5, 5, 5]
+    assert attention_layers(model)[0].sliding_window == 7
+    wrapped = wrap(model)
+    assert [spec.sliding_window for spec in wrapped.layer_specs] == [5, None, 5]
+    self_check(wrapped)
 
 
 def test_self_check_sees_a_rope_shared_by_the_pack() -> None:
