@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from cbatch_kernels import reference
 from torch import Tensor
 
+from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 
@@ -32,10 +33,12 @@ class PagedCase:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def run_backend(self) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backend(
+        self, make_backend: Callable[..., AttentionBackend] = TorchAttentionBackend
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Output and caches after the step."""
         caches = (self.k_cache.clone(), self.v_cache.clone())
-        backend = TorchAttentionBackend([self.layer], [caches], self.block_size)
+        backend = make_backend([self.layer], [caches], self.block_size)
         backend.begin_step([self.metadata])
         output = backend.forward(
             self.layer,

@@ -1,0 +1,54 @@
+// Panels of packed weights and tiles of rows: what the float and the int8 product share.
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+// A panel holds kPanel output columns, so that one step of depth is two vectors.
+constexpr int kPanel = 2 * kWidth;
+// Rows per tile: accumulators fill the registers, with room for a panel's two vectors.
+constexpr int kMaxRows = kWidth == 16 ? 12 : (kWidth == 8 ? 6 : 4);
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Cuts rows into tiles of nearly equal size, none above kMaxRows: 13 rows are 7 and 6, since a
+// tile of a single row would cost nearly as much as a full one.
+struct RowTiles {
+    int64_t count, small_size, num_large;
+
+    explicit RowTiles(int64_t num_rows)
+        : count(ceil_div(num_rows, kMaxRows)),
+          small_size(count > 0 ? num_rows / count : 0),
+          num_large(count > 0 ? num_rows % count : 0) {}
+    int64_t start(int64_t tile) const {
+        return tile * small_size + (tile < num_large ? tile : num_large);
+    }
+    int size(int64_t tile) const {
+        return static_cast<int>(small_size + (tile < num_large ? 1 : 0));
+    }
+};
+
+// Work items: a few panels each, and parts of the row tiles where panels alone are too few.
+struct WorkSplit {
+    int64_t panels_per_item, num_panel_items, num_row_items, num_tiles;
+
+    WorkSplit(int64_t num_panels, int64_t panels_at_once, int64_t num_row_tiles,
+              int64_t num_threads)
+        : panels_per_item(panels_at_once),
+          num_panel_items(ceil_div(num_panels, panels_at_once)),
+          num_row_items(ceil_div(8 * num_threads, num_panel_items)),
+          num_tiles(num_row_tiles) {
+        if (num_row_items > num_tiles) num_row_items = num_tiles;
+    }
+    int64_t count() const { return num_panel_items * num_row_items; }
+    int64_t first_panel(int64_t item) const { return item / num_row_items * panels_per_item; }
+    int64_t first_tile(int64_t item) const {
+        return item % num_row_items * num_tiles / num_row_items;
+    }
+    int64_t end_tile(int64_t item) const {
+        return (item % num_row_items + 1) * num_tiles / num_row_items;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,199 @@
+// Products with int8 weights and int16 activations, summed exactly in int32.
+//
+// Weights have one scale per output column, activations one per row, chosen so small that no sum
+// can overflow: |sum| <= depth * 127 * largest. Sums of integers are exact, so a row's bits do not
+// depend on its neighbours.
+
+#include "gemm.h"
+#include "scratch.h"
+
+namespace {
+
+typedef int16_t PairVec __attribute__((vector_size(4 * kWidth)));
+typedef int8_t ByteVec __attribute__((vector_size(2 * kWidth)));
+typedef int8_t UnalignedByteVec __attribute__((vector_size(2 * kWidth), aligned(1), may_alias));
+
+struct Int8Product {
+    const int8_t* panels;  // [panel, depth / 2, kPanel, 2]
+    const float* column_scales;
+    const float* bias;  // or null
+    const float* row_scales;
+    float* output;
+    int64_t num_pairs, num_columns, output_stride;
+};
+
+CBATCH_INLINE PairVec load_pairs(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (PairVec)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i_u*)from));
+#elif defined(__AVX2__)
+    return (PairVec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i_u*)from));
+#else
+    const ByteVec bytes = *reinterpret_cast<const UnalignedByteVec*>(from);
+    return __builtin_convertvector(bytes, PairVec);
+#endif
+}
+
+// sums[i] + a[2i] * pair[0] + a[2i + 1] * pair[1]; `pair` is two int16 in one int32.
+CBATCH_INLINE IntVec add_products(IntVec sums, PairVec weights, int32_t pair) {
+#if defined(__AVX512VNNI__)
+    return (IntVec)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+    const __m256i products = _mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+    return sums + (IntVec)products;
+#else
+    const int32_t low = static_cast<int16_t>(pair & 0xFFFF), high = pair >> 16;
+    const IntVec both = (IntVec)weights;
+    return sums + ((both << 16) >> 16) * low + (both >> 16) * high;
+#endif
+}
+
+// Pair k of `input` holds ROWS pairs of int16.
+template <int ROWS, int PANELS>
+CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, int64_t first_row,
+                            int64_t first_panel) {
+    constexpr int kVectors = 2 * PANELS;
+    const int64_t num_pairs = product.num_pairs;
+    const int8_t* panels = product.panels + first_panel * num_pairs * 2 * kPanel;
+    IntVec sums[ROWS][kVectors];
+    CBATCH_UNROLL
+    for (int row = 0; row < ROWS; ++row) {
+        CBATCH_UNROLL
+        for (int v = 0; v < kVectors; ++v) sums[row][v] = IntVec{};
+    }
+    for (int64_t k = 0; k < num_pairs; ++k) {
+        PairVec weight[kVectors];
+        CBATCH_UNROLL
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const int8_t* step = panels + (panel * num_pairs + k) * 2 * kPanel;
+            weight[2 * panel] = load_pairs(step);
+            weight[2 * panel + 1] = load_pairs(step + kPanel);
+        }
+        CBATCH_UNROLL
+        for (int row = 0; row < ROWS; ++row) {
+            int32_t pair;
+            std::memcpy(&pair, input + 2 * (k * ROWS + row), sizeof(pair));
+            CBATCH_UNROLL
+            for (int v = 0; v < kVectors; ++v) {
+                sums[row][v] = add_products(sums[row][v], weight[v], pair);
+            }
+        }
+    }
+    float tile[ROWS][PANELS * kPanel];
+    CBATCH_UNROLL
+    for (int row = 0; row < ROWS; ++row) {
+        CBATCH_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+            store(&tile[row][v * kWidth], __builtin_convertvector(sums[row][v], Vec));
+        }
+    }
+    const int64_t column = first_panel * kPanel;
+    const int64_t left = product.num_columns - column;
+    const int64_t count = left < PANELS * kPanel ? left : PANELS * kPanel;
+    for (int row = 0; row < ROWS; ++row) {
+        const float scale = product.row_scales[first_row + row];
+        float* output = product.output + (first_row + row) * product.output_stride + column;
+        for (int64_t i = 0; i < count; ++i) {
+            const float offset = product.bias == nullptr ? 0.0f : product.bias[column + i];
+            output[i] = tile[row][i] * (scale * product.column_scales[column + i]) + offset;
+        }
+    }
+}
+
+template <int ROWS>
+void multiply_tile(int num_rows, const Int8Product& product, const int16_t* input,
+                   int64_t first_row, int64_t panel) {
+    if (num_rows == ROWS) {
+        multiply<ROWS, 1>(product, input, first_row, panel);
+    } else if constexpr (ROWS > 1) {
+        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel);
+    }
+}
+
+constexpr int kPanelsAtOnce = 4;
+
+// Writes one row as int16 at stride `num_rows` pairs; returns its scale. A row with values that
+// are not finite gets a scale that is not a number, so that its outputs tell.
+float quantize_row(const float* from, int64_t depth, float largest, int num_rows, int16_t* to) {
+    float highest = 0.0f, finite = 0.0f;
+    for (int64_t k = 0; k < depth; ++k) {
+        const float magnitude = __builtin_fabsf(from[k]);
+        highest = magnitude > highest ? magnitude : highest;
+        finite += from[k] * 0.0f;
+    }
+    const bool is_finite = finite == 0.0f;
+    const float inverse = is_finite && highest > 0.0f ? largest / highest : 0.0f;
+    for (int64_t k = 0; k < depth; ++k) {
+        const float scaled = is_finite ? from[k] * inverse : 0.0f;
+        const float bounded = scaled > largest ? largest : (scaled < -largest ? -largest : scaled);
+        to[k / 2 * 2 * num_rows + k % 2] = static_cast<int16_t>(__builtin_nearbyintf(bounded));
+    }
+    if (depth % 2 == 1) to[depth / 2 * 2 * num_rows + 1] = 0;
+    return is_finite ? highest / largest : __builtin_nanf("");
+}
+
+}  // namespace
+
+// `packed` holds ceil(num_columns / kPanel) * kPanel * 2 * ceil(depth / 2) bytes.
+CBATCH_EXPORT(pack_int8)(const int8_t* weight, int64_t num_columns, int64_t depth, int8_t* packed,
+                         int64_t num_threads) {
+    const int64_t num_panels = ceil_div(num_columns, kPanel), num_pairs = ceil_div(depth, 2);
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(num_threads))
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        int8_t* to = packed + panel * kPanel * 2 * num_pairs;
+        for (int column = 0; column < kPanel; ++column) {
+            const int64_t index = panel * kPanel + column;
+            for (int64_t k = 0; k < 2 * num_pairs; ++k) {
+                to[(k / 2 * kPanel + column) * 2 + k % 2] =
+                    index < num_columns && k < depth ? weight[index * depth + k] : int8_t{0};
+            }
+        }
+    }
+}
+
+CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num_rows,
+                           int64_t depth, const int8_t* packed, const float* column_scales,
+                           const float* bias, int64_t num_columns, float* output,
+                           int64_t output_stride, int64_t num_threads) {
+    const int64_t num_pairs = ceil_div(depth, 2), num_panels = ceil_div(num_columns, kPanel);
+    const int64_t bound = INT32_MAX / (127 * depth);
+    const float largest = static_cast<float>(bound < 32767 ? bound : 32767);
+    const Scratch row_memory(static_cast<size_t>(num_rows * num_pairs) * sizeof(int32_t));
+    const Scratch scale_memory(static_cast<size_t>(num_rows) * sizeof(float));
+    int16_t* rows = row_memory.as<int16_t>();
+    float* row_scales = scale_memory.as<float>();
+    const Int8Product product{packed,    column_scales, bias,        row_scales,
+                              output,    num_pairs,     num_columns, output_stride};
+    const RowTiles tiles(num_rows);
+    const bool one_row = num_rows == 1;
+    const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);
+#pragma omp parallel num_threads(static_cast<int>(num_threads))
+    {
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+            const int64_t first = tiles.start(tile);
+            const int size = tiles.size(tile);
+            int16_t* to = rows + first * 2 * num_pairs;
+            for (int row = 0; row < size; ++row) {
+                row_scales[first + row] = quantize_row(input + (first + row) * input_stride, depth,
+                                                       largest, size, to + 2 * row);
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < work.count(); ++item) {
+            int64_t panel = work.first_panel(item);
+            if (one_row && panel + kPanelsAtOnce <= num_panels) {
+                multiply<1, kPanelsAtOnce>(product, rows, 0, panel);
+                continue;
+            }
+            const int64_t wanted = panel + work.panels_per_item;
+            const int64_t end = wanted < num_panels ? wanted : num_panels;
+            for (; panel < end; ++panel) {
+                for (int64_t tile = work.first_tile(item); tile < work.end_tile(item); ++tile) {
+                    const int64_t first = tiles.start(tile);
+                    multiply_tile<kMaxRows>(tiles.size(tile), product,
+                                            rows + first * 2 * num_pairs, first, panel);
+                }
+            }
+        }
+    }
+}
