@@ -60,6 +60,17 @@ class EngineLimits:
     num_blocks: int
 
 
+def identify_model(name: str) -> str:
+    """What tells a model from any other, found without loading it: its commit or its content.
+
+    Raises as `load_engine` does for a model that is not there.
+    """
+    from cbatch_cli.models.model_files import folder_identity, resolve_model
+
+    files = resolve_model(name)
+    return files.commit or folder_identity(files.folder)
+
+
 def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
     """Load a model and build the engine around it.
 
@@ -152,7 +163,8 @@ def build_core(
         max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
         block_size=limits.block_size,
     )
-    return EngineCore(scheduler=scheduler, runner=runner), limits
+    core = EngineCore(scheduler=scheduler, runner=runner, step_timeout_s=config.step_timeout)
+    return core, limits
 
 
 def resolve_sampling(
@@ -214,3 +226,14 @@ def _free_memory(config: EngineConfig, device: torch.device) -> int:
 
     free, total = torch.cuda.mem_get_info(device)
     return int(free - total * (1.0 - config.gpu_memory_utilization))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoader:
+    """How a job comes by its engine."""
+
+    identify: Callable[[str], str] = identify_model
+    load: Callable[[str, EngineConfig, Log], LoadedEngine] = load_engine
+
+
+DEFAULT_LOADER = EngineLoader()

@@ -24,6 +24,7 @@ InputFormat = Literal["auto", "jsonl", "parquet", "csv", "openai"]
 SchedulerName = Literal["continuous", "static"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ProgressName = Literal["auto", "plain", "json", "none"]
+OnError = Literal["record", "fail"]
 
 
 def _check_choices(config: Any) -> None:
@@ -69,6 +70,8 @@ class EngineConfig:
     seed: int = 0
     """Run seed of the sampling noise."""
     trust_remote_code: bool = False
+    step_timeout: float = 900.0
+    """Seconds after which a step that has not ended ends the run."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -80,6 +83,8 @@ class EngineConfig:
                 "gpu_memory_utilization must be above 0 and at most 1, "
                 f"not {self.gpu_memory_utilization}"
             )
+        if not self.step_timeout > 0.0:
+            raise ValueError(f"step_timeout must be above 0, not {self.step_timeout}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be at least 0 and below 2**64, not {self.seed}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -121,6 +126,15 @@ class JobConfig:
     rows_per_part: int = 16_384
     return_token_ids: bool = False
     overwrite: bool = False
+    no_resume: bool = False
+    """Run an interrupted job from its first row again."""
+    retry_errors: bool = False
+    """Run the failed rows of an earlier run again."""
+    on_error: OnError = "record"
+    max_errors: str | None = None
+    """Failed rows, as a number or as a percentage of the rows done, that stop the run."""
+    errors_file: str | None = None
+    """JSONL file for the failed rows, which can be run again."""
     allow_errors: bool = False
     progress: ProgressName = "auto"
     engine: EngineConfig = EngineConfig()
@@ -134,6 +148,7 @@ class JobConfig:
             raise ValueError("template cannot be combined with prompt_column or messages_column")
         if self.prompt_column and self.messages_column:
             raise ValueError("prompt_column cannot be combined with messages_column")
+        parse_max_errors(self.max_errors)
         for name in ("model", "columns", "output_column"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
@@ -157,6 +172,19 @@ _KINDS = {
 }
 _NOT_SETTINGS = frozenset({"cache"})
 """`CBATCH_CACHE` says where converted models are kept; it is not a setting of a job."""
+
+
+def parse_max_errors(text: str | None) -> tuple[int | None, float | None]:
+    """The number of failed rows, or their share 0..1, that `max_errors` allows; None for no limit.
+
+    Raises `ValueError` for anything but `N` and `P%`.
+    """
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)%", text.strip())
+    if match is None or (match[2] and float(match[2]) > 100):
+        raise ValueError(f"max_errors must be a number of rows or a percentage, not {text!r}")
+    return (int(match[1]), None) if match[1] else (None, float(match[2]) / 100)
 
 
 def build_job_config(options: Mapping[str, Any], *, config_file: Path | None = None) -> JobConfig:

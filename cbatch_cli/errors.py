@@ -8,7 +8,8 @@
     |-- EngineError             6   the engine or its device failed
     |   `-- DeviceMemoryError   6   a step did not fit into the device's memory
     |-- OutputLockedError       7   another run is writing this output
-    `-- TooManyErrorsError      8   stopped by --on-error fail, --max-errors or the first-rows guard
+    |-- TooManyErrorsError      8   stopped by --on-error fail, --max-errors or the first-rows guard
+    `-- RunInterruptedError     128 + the signal's number; the same command resumes
 
 A row that fails is not an exception: it becomes a `RowError` in the output.
 """
@@ -17,13 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
 
 
 class CBatchError(Exception):
     """Base of all errors that end a run; `exit_code` is the status of the process."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
 
 class UsageError(CBatchError):
@@ -68,6 +68,14 @@ class TooManyErrorsError(CBatchError):
     """A limit on failed rows stopped the run; what is done is kept."""
 
     exit_code = 8
+
+
+class RunInterruptedError(CBatchError):
+    """A signal stopped the run in good order; what is done is kept."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 class RowErrorType(StrEnum):

@@ -8,36 +8,48 @@ them keep memory flat however long the input is.
 from __future__ import annotations
 
 import dataclasses
-import threading
+import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
 from cbatch_cli import __version__
-from cbatch_cli.assembly import LoadedEngine, Log, load_engine, print_nothing, resolve_sampling
-from cbatch_cli.config import EngineConfig, JobConfig, resolved_dict
+from cbatch_cli.assembly import (
+    DEFAULT_LOADER,
+    EngineLoader,
+    LoadedEngine,
+    Log,
+    print_nothing,
+    resolve_sampling,
+)
+from cbatch_cli.config import JobConfig, resolved_dict
 from cbatch_cli.data.columns import ColumnEncoder
+from cbatch_cli.data.fingerprint import require_same
+from cbatch_cli.data.job_input import open_job_input
+from cbatch_cli.data.journal import Journal
 from cbatch_cli.data.output_schema import output_schema
 from cbatch_cli.data.output_target import OutputTarget, resolve_target
 from cbatch_cli.data.parquet_sink import ParquetSink
-from cbatch_cli.data.prompt_columns import PromptColumns, choose_prompt_columns
+from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.row import Row
-from cbatch_cli.data.sources import Source, open_source
+from cbatch_cli.data.sources import Source
+from cbatch_cli.data.spool import discard_spools
 from cbatch_cli.data.work_dir import WorkDir
-from cbatch_cli.errors import RowError
+from cbatch_cli.errors import RowError, RunInterruptedError
 from cbatch_cli.generation import TextGeneration
-from cbatch_cli.job_writer import Answer, JobWriter
-from cbatch_cli.metrics import RunSnapshot
-from cbatch_cli.request import Request, RequestKey, SamplingParams
+from cbatch_cli.guards import ErrorGuard
+from cbatch_cli.interrupts import Interrupts
+from cbatch_cli.job_progress import JobProgress, OnProgress, Ticking
+from cbatch_cli.job_rows import JobRows, RowToRun
+from cbatch_cli.job_writer import Answer, JobWriter, RowCounts
+from cbatch_cli.request import FinishReason, Request, RequestKey, SamplingParams
+from cbatch_cli.resume import RunPlan, job_fingerprint, plan_run, settled_by_model
 from cbatch_cli.text.prompts import PromptEncoder
 from cbatch_cli.text.templates import read_template
 
-OnProgress = Callable[[RunSnapshot], None]
-LoadEngine = Callable[[str, EngineConfig, Log], LoadedEngine]
-
-_PROGRESS_INTERVAL_S = 0.5
 _LARGEST_BATCH = 256
 """Rows tokenised in one call; the first batches are smaller so that the engine starts at once."""
 
@@ -47,37 +59,39 @@ def run_job(
     *,
     on_progress: OnProgress | None = None,
     log: Log = print_nothing,
-    load: LoadEngine = load_engine,
+    loader: EngineLoader = DEFAULT_LOADER,
 ) -> dict[str, Any]:
     """Run one job to its end and return its summary. Rows that fail do not raise.
 
-    `on_progress` is called twice a second on a thread of its own, `log` with single lines for
-    people, `load` builds the engine. Raises `CBatchError`.
+    What an interrupted run of the same job has left is taken up; for a job that is done nothing
+    is run. `on_progress` is called twice a second on a thread of its own, `log` with single lines
+    for people. On the main thread SIGINT and SIGTERM stop the run. Raises `CBatchError`.
     """
     target = resolve_target(config.output, config.inputs)
     with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
         work_dir = stack.enter_context(WorkDir(target.work_dir))
-        target.prepare(overwrite=config.overwrite)
-        work_dir.start_over()
-        source = open_source(
-            config.inputs,
-            input_format=config.input_format,
-            columns=config.columns,
-            limit=config.limit,
-            max_line_bytes=config.max_line_bytes,
-            spool_dir=work_dir.path,
-        )
-        prompt = choose_prompt_columns(
-            source.column_names,
-            prompt_column=config.prompt_column,
-            messages_column=config.messages_column,
-            has_template=config.template is not None,
-            is_openai=source.is_openai,
-        )
+        source, prompt = open_job_input(config, spool_dir=work_dir.path)
         template = None if config.template is None else read_template(config.template)
-        engine = load(config.model, config.engine, log)
+        plan = plan_run(
+            config,
+            work_dir=work_dir,
+            target=target,
+            source=source,
+            fingerprint=job_fingerprint(
+                config, source, template=template, model_commit=loader.identify(config.model)
+            ),
+        )
+        if plan.summary is not None:
+            log(f"{target.path} is done already; there is nothing to run")
+            return plan.summary
+        engine = loader.load(config.model, config.engine, log)
         params = resolve_sampling(config.sampling_options, engine.generation_defaults)
         log(f"sampling: {_describe(params)}")
+        settled = settled_by_model(params, engine.description.get("dtype"))
+        if plan.settled is not None:
+            require_same(settled, plan.settled, output=str(target.path))
+        work_dir.write_run(plan.run_file(settled, summary=None))
         encoder = PromptEncoder(
             tokenizer=engine.tokenizer,
             prompt=prompt,
@@ -92,14 +106,19 @@ def run_job(
         job = _BatchJob(
             config=config,
             target=target,
+            plan=plan,
             source=source,
             prompt=prompt,
             encoder=encoder,
             engine=engine,
             params=params,
+            log=log,
         )
-        work_dir.write_run(job.metadata)
-        return job.run(on_progress)
+        summary = job.run(on_progress, interrupts)
+        work_dir.write_run(plan.run_file(settled, summary))
+        job.discard_work()
+        discard_spools(work_dir.path)
+        return summary
 
 
 class _BatchJob:
@@ -110,40 +129,55 @@ class _BatchJob:
         *,
         config: JobConfig,
         target: OutputTarget,
+        plan: RunPlan,
         source: Source,
         prompt: PromptColumns,
         encoder: PromptEncoder,
         engine: LoadedEngine,
         params: SamplingParams,
+        log: Log,
     ) -> None:
         self._config = config
         self._target = target
+        self._plan = plan
         self._source = source
-        self._prompt = prompt
         self._encoder = encoder
         self._engine = engine
         self._params = params
+        self._log = log
         self._generation = TextGeneration(engine.client, engine.tokenizer)
-        self._rows: dict[int, Row] = {}
-        """Rows in the engine."""
-        self._num_read = 0
-        self._started_at = time.monotonic()
+        self._in_engine: dict[int, Row] = {}
+        self._counts = RowCounts(errors=plan.errors, num_resumed=plan.num_rows)
+        self._counts.num_ok = plan.num_rows - self._counts.num_failed
         passthrough = source.arrow_schema(prompt)
-        schema = output_schema(
-            passthrough,
-            output_column=config.output_column,
-            return_token_ids=config.return_token_ids,
+        self._journal = Journal.open(target.work_dir)
+        self._rows = JobRows(
+            source=source,
+            prompt=prompt,
+            plan=plan,
+            journal=self._journal.recovered,
+            rows_per_part=config.rows_per_part,
+            output=str(target.path),
         )
         self._sink = ParquetSink(
             target=target,
-            schema=schema,
+            schema=output_schema(
+                passthrough,
+                output_column=config.output_column,
+                return_token_ids=config.return_token_ids,
+            ),
             encoder=ColumnEncoder(passthrough),
             rows_per_part=config.rows_per_part,
             metadata=self.metadata,
+            durable=plan.parts,
+            on_part_durable=self._journal.drop,
         )
         self._writer = JobWriter(
             finalize=self._generation.finalize,
+            journal=self._journal,
             write=self._sink.add,
+            guard=ErrorGuard(config),
+            counts=self._counts,
             return_token_ids=config.return_token_ids,
         )
 
@@ -152,6 +186,7 @@ class _BatchJob:
         """What is known of the run before its first row."""
         return {
             "cbatch_version": __version__,
+            "run_id": self._plan.run_id,
             "config": resolved_dict(self._config),
             "resolved": {
                 "sampling": dataclasses.asdict(self._params),
@@ -159,83 +194,80 @@ class _BatchJob:
             },
         }
 
-    def run(self, on_progress: OnProgress | None) -> dict[str, Any]:
+    def run(self, on_progress: OnProgress | None, interrupts: Interrupts) -> dict[str, Any]:
         """Run every row and write the output; returns the summary."""
-        self._started_at = time.monotonic()
+        started_at = time.monotonic()
+        progress = JobProgress(
+            source=self._source,
+            rows=self._rows,
+            counts=self._counts,
+            stats=self._engine.client.stats,
+            started_at=started_at,
+        )
+        interrupts.on_first = self._engine.client.stop
         try:
-            with _ticking(on_progress, self._snapshot):
-                for request, output in self._generation.generate(self._requests()):
-                    self._writer.put(self._rows.pop(request.key.row), Answer(request, output))
-                    if self._writer.error is not None:
-                        break
-                self._writer.close()
+            with Ticking(on_progress, progress.snapshot):
+                self._answer_all()
+            if interrupts.received is not None:
+                raise self._interrupted(interrupts.received)
+            interrupts.on_first = _finish_first
+            summary = self._summary(time.monotonic() - started_at)
+            self._sink.finish({**self.metadata, "totals": summary})
         except BaseException:
             self._sink.abort()
+            self._journal.close()
             raise
-        wall_s = time.monotonic() - self._started_at
-        summary = self._summary(wall_s)
-        self._sink.finish({**self.metadata, "totals": summary})
         return summary
+
+    def discard_work(self) -> None:
+        """Remove what only an interrupted run would need."""
+        self._journal.remove()
+        for results in self._plan.reopened:
+            results.close()
+
+    def _answer_all(self) -> None:
+        """Run the engine over the rows until they are answered, a signal or a failure."""
+        for request, output in self._generation.generate(self._requests()):
+            row = self._in_engine.pop(request.key.row)
+            if output.finish_reason is FinishReason.CANCELLED:
+                if output.token_ids:
+                    self._journal.append_partial(
+                        row.index, row.content_hash, output.token_ids, request.attempt
+                    )
+                continue
+            self._writer.put(row, Answer(request, output))
+            if self._writer.error is not None:
+                break
+        self._writer.close()
 
     def _requests(self) -> Iterator[Request]:
         """Requests for the engine; rows that end before it go straight to the writer."""
-        rows = self._source.rows(self._prompt)
+        to_run = self._rows.to_run(settle=self._writer.put)
         size = 1
-        while batch := list(islice(rows, size)):
+        while batch := list(islice(to_run, size)):
             size = min(2 * size, _LARGEST_BATCH)
-            self._num_read += len(batch)
-            for row, prompt in zip(batch, self._encoder.encode(batch), strict=True):
+            prompts = self._encoder.encode([entry.row for entry in batch])
+            for entry, prompt in zip(batch, prompts, strict=True):
                 if isinstance(prompt, RowError):
-                    self._writer.put(row, prompt)
+                    self._writer.put(entry.row, prompt)
                     continue
-                self._rows[row.index] = row
-                yield Request(
-                    key=RequestKey(row.index),
-                    prompt_token_ids=prompt.token_ids,
-                    params=prompt.params,
-                )
+                self._in_engine[entry.row.index] = entry.row
+                yield _request(entry, prompt.token_ids, prompt.params)
 
-    def _snapshot(self) -> RunSnapshot:
-        counts, stats = self._writer.counts, self._engine.client.stats
-        elapsed_s = time.monotonic() - self._started_at
-        rows_total = self._source.num_rows
-        return RunSnapshot(
-            elapsed_s=elapsed_s,
-            rows_done=counts.num_done,
-            rows_failed=counts.num_failed,
-            rows_total=rows_total,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_cache_usage=stats.kv_cache_usage,
-            prompt_tokens=stats.num_prompt_tokens,
-            output_tokens=stats.num_output_tokens,
-            eta_s=self._eta(elapsed_s, counts.num_done),
-        )
-
-    def _eta(self, elapsed_s: float, num_done: int) -> float | None:
-        """Seconds left: the tokens that remain at the rate of those computed so far.
-
-        Rows that are done say how many tokens a row takes; the share of the input that is read
-        says how many rows remain.
-        """
-        stats = self._engine.client.stats
-        fraction = self._source.fraction_read
-        if not num_done or not fraction:
-            return None
-        tokens_done = stats.num_prompt_tokens + stats.num_output_tokens
-        num_rows = self._source.num_rows or self._num_read / fraction
-        tokens_total = tokens_done / num_done * num_rows
-        tokens_computed = max(stats.num_computed_tokens + stats.num_cached_tokens, 1)
-        return max(0.0, tokens_total - tokens_computed) * elapsed_s / tokens_computed
+    def _interrupted(self, received: int) -> RunInterruptedError:
+        self._journal.sync()
+        command = shlex.join(["cbatch", *sys.argv[1:]])
+        self._log(f"{self._counts.num_done:,} rows are safe; resume with: {command}")
+        return RunInterruptedError("interrupted", signal_number=received)
 
     def _summary(self, wall_s: float) -> dict[str, Any]:
-        counts = self._writer.counts
+        counts = self._counts
         engine_summary = self._engine.client.stats.summary()
         return {
             "rows": counts.num_done,
             "rows_ok": counts.num_ok,
             "rows_failed": counts.num_failed,
-            "rows_resumed": 0,
+            "rows_resumed": counts.num_resumed,
             "errors": dict(counts.errors),
             "wall_s": round(wall_s, 4),
             "load_s": round(self._engine.load_s, 4),
@@ -245,29 +277,22 @@ class _BatchJob:
         }
 
 
-class _ticking:
-    """While the block runs, hands a snapshot to `on_progress` twice a second."""
+def _request(entry: RowToRun, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
+    """The request of a row, which goes on where an interrupted run had come to."""
+    resumed = entry.resumed_token_ids
+    if len(resumed) >= params.max_tokens:
+        resumed = ()
+    return Request(
+        key=RequestKey(entry.row.index),
+        prompt_token_ids=token_ids,
+        params=params,
+        resumed_token_ids=resumed,
+        attempt=entry.attempt,
+    )
 
-    def __init__(self, on_progress: OnProgress | None, snapshot: Callable[[], RunSnapshot]) -> None:
-        self._on_progress = on_progress
-        self._snapshot = snapshot
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="cbatch-progress", daemon=True)
 
-    def __enter__(self) -> None:
-        if self._on_progress is not None:
-            self._thread.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._on_progress is not None:
-            self._done.set()
-            self._thread.join()
-            self._on_progress(self._snapshot())
-
-    def _tick(self) -> None:
-        assert self._on_progress is not None
-        while not self._done.wait(_PROGRESS_INTERVAL_S):
-            self._on_progress(self._snapshot())
+def _finish_first() -> None:
+    """A first signal while the output is being finished: it is about to end anyway."""
 
 
 def _describe(params: SamplingParams) -> str:

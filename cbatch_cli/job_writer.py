@@ -7,9 +7,10 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cbatch_cli.data.journal import Journal
 from cbatch_cli.data.row import Row, RowResult
 from cbatch_cli.errors import RowError
 from cbatch_cli.metrics import RequestMetrics
@@ -27,18 +28,27 @@ class Answer(NamedTuple):
 
 
 class FinishedRow(NamedTuple):
-    """A row at its end: with the engine's answer, or the error that kept it from the engine."""
+    """A row at its end: answered, kept from the engine by an error, or settled by a past run."""
 
     row: Row
-    outcome: Answer | RowError
+    outcome: Answer | RowError | RowResult
 
 
 @dataclass(slots=True)
 class RowCounts:
     """How many rows have ended, and how."""
 
-    num_ok: int
-    errors: Counter[str]
+    num_ok: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    num_resumed: int = 0
+    """Rows that earlier runs settled, among the others."""
+
+    def add(self, error: RowError | None) -> None:
+        """Count one row."""
+        if error is None:
+            self.num_ok += 1
+        else:
+            self.errors[error.type.value] += 1
 
     @property
     def num_failed(self) -> int:
@@ -52,30 +62,36 @@ class RowCounts:
 
 
 class JobWriter:
-    """Turns finished rows into results and hands them to `write`, in the order of `put`.
+    """Turns finished rows into results, stores and writes them, in the order of `put`.
 
-    `finalize` makes the text of an answer. After a failure rows are taken and dropped, so that
-    nobody blocks on `put`; `error` says what happened and `close` raises it.
+    `finalize` makes the text of an answer, `journal` keeps it, `write` puts it into the output and
+    `guard` may end the run. After a failure rows are taken and dropped, so that nobody blocks on
+    `put`; `error` says what happened and `close` raises it.
     """
 
     def __init__(
         self,
         *,
         finalize: Callable[[Request, RequestOutput], RequestOutput],
+        journal: Journal,
         write: Callable[[Row, RowResult], None],
+        guard: Callable[[RowCounts, RowError | None], None],
+        counts: RowCounts,
         return_token_ids: bool,
     ) -> None:
         self._finalize = finalize
+        self._journal = journal
         self._write = write
+        self._guard = guard
         self._return_token_ids = return_token_ids
         self._worker = socket.gethostname()
         self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_ROWS_AHEAD)
         self._thread = threading.Thread(target=self._work, name="cbatch-writer", daemon=True)
-        self.counts = RowCounts(0, Counter())
+        self.counts = counts
         self.error: BaseException | None = None
         self._thread.start()
 
-    def put(self, row: Row, outcome: Answer | RowError) -> None:
+    def put(self, row: Row, outcome: Answer | RowError | RowResult) -> None:
         """Hand over a finished row; waits while too many are on their way."""
         self._queue.put(FinishedRow(row, outcome))
 
@@ -91,18 +107,22 @@ class JobWriter:
             if self.error is not None:
                 continue
             try:
-                result = self._result(finished)
-                self._write(finished.row, result)
+                self._store(*finished)
             except BaseException as error:
                 self.error = error
-            else:
-                if result.error is None:
-                    self.counts.num_ok += 1
-                else:
-                    self.counts.errors[result.error.type.value] += 1
 
-    def _result(self, finished: FinishedRow) -> RowResult:
-        row, outcome = finished
+    def _store(self, row: Row, outcome: Answer | RowError | RowResult) -> None:
+        if isinstance(outcome, RowResult):
+            result = outcome
+            self.counts.num_resumed += 1
+        else:
+            result = self._result(row, outcome)
+            self._journal.append_result(row.index, row.content_hash, result)
+        self._write(row, result)
+        self.counts.add(result.error)
+        self._guard(self.counts, result.error)
+
+    def _result(self, row: Row, outcome: Answer | RowError) -> RowResult:
         if isinstance(outcome, RowError):
             return RowResult(
                 row_index=row.index,

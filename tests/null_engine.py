@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from cbatch_cli.assembly import LoadedEngine, Log, print_nothing
+from cbatch_cli.assembly import EngineLoader, LoadedEngine, Log, print_nothing
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.stats import EngineStats
@@ -76,3 +76,6 @@ def load_null_engine(model: str, config: EngineConfig, log: Log = print_nothing)
         description={"model": model, "commit": None, "max_model_len": MAX_MODEL_LEN},
         load_s=0.0,
     )
+
+
+NULL_LOADER = EngineLoader(identify=lambda model: f"null {model}", load=load_null_engine)

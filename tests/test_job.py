@@ -13,7 +13,7 @@ from cbatch_cli.config import build_job_config
 from cbatch_cli.errors import CBatchError, UsageError
 from cbatch_cli.job import run_job
 from cbatch_cli.metrics import RunSnapshot
-from tests.null_engine import load_null_engine, null_answer
+from tests.null_engine import NULL_LOADER, null_answer
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -23,7 +23,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def run(source: Path, output: Path, **options: Any) -> dict[str, Any]:
     config = build_job_config({"inputs": (str(source),), "output": str(output), **options})
-    return run_job(config, load=load_null_engine)
+    return run_job(config, loader=NULL_LOADER)
 
 
 def test_one_row_in_is_one_row_out_in_order(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_progress_is_reported_and_ends_with_the_last_row(tmp_path: Path) -> None
     snapshots: list[RunSnapshot] = []
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}] * 20)
     config = build_job_config({"inputs": (str(source),), "output": str(tmp_path / "o.parquet")})
-    run_job(config, load=load_null_engine, on_progress=snapshots.append)
+    run_job(config, loader=NULL_LOADER, on_progress=snapshots.append)
     assert snapshots[-1].rows_done == 20
 
 

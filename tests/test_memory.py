@@ -14,6 +14,7 @@ import json, sys
 from pathlib import Path
 import psutil
 from cbatch_cli.config import build_job_config
+from cbatch_cli.assembly import EngineLoader
 from cbatch_cli.job import run_job
 from tests.null_engine import load_null_engine
 
@@ -49,7 +50,7 @@ job.open_source = remember
 config = build_job_config(
     {"inputs": (source,), "output": output, "max_tokens": 2, "max_num_seqs": 64}
 )
-seen["rows"] = run_job(config, load=load)["rows_ok"]
+seen["rows"] = run_job(config, loader=EngineLoader(identify=str, load=load))["rows_ok"]
 print(json.dumps(seen))
 """
 

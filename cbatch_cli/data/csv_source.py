@@ -16,7 +16,7 @@ from cbatch_cli.data.jsonl_source import BYTE_ORDER_MARK
 from cbatch_cli.data.lines import OverlongLine, content_hash, read_lines
 from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.records import Record, RecordFiles
-from cbatch_cli.data.row import Row
+from cbatch_cli.data.row import InputPosition, Row
 from cbatch_cli.data.streams import open_stream
 from cbatch_cli.errors import RowError, RowErrorType, UsageError
 
@@ -30,6 +30,7 @@ class CsvSource:
     """
 
     is_openai = False
+    is_indexed = False
     num_rows: int | None = None
 
     def __init__(
@@ -45,7 +46,8 @@ class CsvSource:
         self._selected = select_columns(columns, self.column_names)
         self._has_several_files = len(files) > 1
         read_records = partial(read_csv, max_line_bytes=max_line_bytes)
-        self._records = RecordFiles(files, read_records, limit=limit)
+        self.files = tuple(files)
+        self._records = RecordFiles(files, read_records, limit=limit, has_header=True)
 
     @property
     def fraction_read(self) -> float:
@@ -59,11 +61,14 @@ class CsvSource:
             fields.append(source_file_field(self._selected))
         return pa.schema(fields)
 
-    def rows(self, prompt: PromptColumns) -> Iterator[Row]:
-        """All rows from the first, those that cannot be read among them."""
+    def rows(
+        self, prompt: PromptColumns, *, num_skipped: int = 0, start: InputPosition | None = None
+    ) -> Iterator[Row]:
+        """All rows behind those skipped, those that cannot be read among them."""
         if prompt.columns_read is None:
-            return self._records.rows(None)
-        return self._records.rows(prompt.columns_read.union(self._selected))
+            return self._records.rows(None, num_skipped=num_skipped, start=start)
+        columns = prompt.columns_read.union(self._selected)
+        return self._records.rows(columns, num_skipped=num_skipped, start=start)
 
 
 def read_csv(
@@ -176,7 +181,7 @@ class _RecordLines:
         except UnicodeDecodeError:
             # The reader still has to see the quotes, or it would lose the end of the record.
             self.is_utf8 = False
-            return line.decode("utf-8", "surrogateescape")
+            return line.decode("utf-8", "replace")
 
 
 def _unreadable(message: str) -> RowError:

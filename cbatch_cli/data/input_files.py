@@ -70,6 +70,10 @@ class InputFile:
         """Length in bytes; None where a remote file system cannot tell. Raises `OSError`."""
         return url_size(self.location) if self.is_remote else os.stat(self.location).st_size
 
+    def modified_ns(self) -> int:
+        """When a local file was last written, in nanoseconds. Raises `OSError`."""
+        return os.stat(self.location).st_mtime_ns
+
 
 def expand_inputs(inputs: Sequence[str], *, spool_dir: Path | None) -> tuple[InputFile, ...]:
     """All files that `inputs` name, in natural order: part-2 before part-10.

@@ -29,6 +29,7 @@ class ReplayedSegment:
 class _Location(NamedTuple):
     path: Path
     offset: int
+    is_answer: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Replay:
     """The last ids saved of each row that has no result, by row index."""
 
     def result(self, row_index: int) -> JournaledResult | None:
-        """The result of a row: the first that was written, should there be more.
+        """The result of a row: its first answer, or its first error where it has none.
 
         Raises `OutputError` if the segment can no longer be read.
         """
@@ -72,11 +73,15 @@ def replay(directory: Path) -> Replay:
         segments.append(segment)
         for offset, entry in read_segment(segment.path):
             segment.rows.add(entry.row_index)
-            if entry.row_index in results:
-                continue
+            known = results.get(entry.row_index)
             if isinstance(entry, JournaledResult):
-                results[entry.row_index] = _Location(segment.path, offset)
+                is_answer = entry.result.error is None
+                # The first one counts, except that an answer makes up for an earlier failure.
+                if known is None or (is_answer and not known.is_answer):
+                    results[entry.row_index] = _Location(segment.path, offset, is_answer)
                 partials.pop(entry.row_index, None)
+            elif known is not None and known.is_answer:
+                continue
             else:
                 partials[entry.row_index] = entry
     return Replay(segments=segments, results=results, partials=partials)

@@ -16,7 +16,7 @@ from cbatch_cli.data.lines import OverlongLine, content_hash, read_lines
 from cbatch_cli.data.openai_batch import looks_like_batch_line
 from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.records import Record, RecordFiles, RecordReader
-from cbatch_cli.data.row import Row
+from cbatch_cli.data.row import InputPosition, Row
 from cbatch_cli.data.streams import open_stream
 from cbatch_cli.errors import RowError, RowErrorType, RowFailedError
 
@@ -34,6 +34,7 @@ class JsonlSource:
     Raises `UsageError` for a file that cannot be read or a selected column that is not there.
     """
 
+    is_indexed = False
     num_rows: int | None = None
 
     def __init__(
@@ -58,7 +59,8 @@ class JsonlSource:
         self._selected = select_columns(columns, self.column_names)
         self._takes_all = columns == "all"
         self._has_several_files = len(files) > 1
-        self._records = RecordFiles(files, read_records, limit=limit)
+        self.files = tuple(files)
+        self._records = RecordFiles(files, read_records, limit=limit, has_header=False)
 
     @property
     def fraction_read(self) -> float:
@@ -81,11 +83,14 @@ class JsonlSource:
             fields.append(extra_field(self._selected, later_columns=self._takes_all))
         return pa.schema(fields)
 
-    def rows(self, prompt: PromptColumns) -> Iterator[Row]:
-        """All rows from the first, those that cannot be read among them."""
+    def rows(
+        self, prompt: PromptColumns, *, num_skipped: int = 0, start: InputPosition | None = None
+    ) -> Iterator[Row]:
+        """All rows behind those skipped, those that cannot be read among them."""
         if self._takes_all or prompt.columns_read is None:
-            return self._records.rows(None)
-        return self._records.rows(prompt.columns_read.union(self._selected))
+            return self._records.rows(None, num_skipped=num_skipped, start=start)
+        columns = prompt.columns_read.union(self._selected)
+        return self._records.rows(columns, num_skipped=num_skipped, start=start)
 
 
 def read_jsonl(

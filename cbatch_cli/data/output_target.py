@@ -13,7 +13,7 @@ from cbatch_cli.data import durable_io
 from cbatch_cli.errors import UsageError
 
 STDIN = "-"
-PART_NAME = re.compile(r"part-[a-z]?\d{5,}\.parquet")
+PART_NAME = re.compile(r"part-[a-z]?(\d{5,})\.parquet")
 INPUT_SUFFIX = re.compile(
     r"(\.(jsonl|ndjson|json|csv|tsv|txt|parquet))?(\.(gz|gzip|zst|zstd|bz2|xz))?$", re.IGNORECASE
 )
@@ -39,6 +39,12 @@ class OutputTarget:
         """The final place of a part: in the target if that is a folder, else in the work dir."""
         folder = self.path if self.is_directory else self.work_dir
         return folder / part_name(number)
+
+    @staticmethod
+    def part_number(name: str) -> int | None:
+        """The number of the part with this file name; None for any other name."""
+        match = PART_NAME.fullmatch(name)
+        return None if match is None else int(match[1])
 
     def prepare(self, *, overwrite: bool) -> None:
         """Make sure that the target can be written; to be called under the work dir's lock.

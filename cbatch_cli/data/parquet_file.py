@@ -74,9 +74,14 @@ class NewParquetFile:
         """Append one row group."""
         self._writer.write_table(row_group, row_group_size=max(row_group.num_rows, 1))
 
-    def publish(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        """Finish the file and rename it to `path`, where it is whole and survives power loss."""
-        self._writer.add_key_value_metadata({METADATA_KEY: dump_json(metadata).decode()})
+    def publish(self, path: Path, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+        """Finish the file and rename it to `path`, where it is whole and survives power loss.
+
+        `metadata` goes to the file's key-value metadata, each value as JSON.
+        """
+        self._writer.add_key_value_metadata(
+            {key: dump_json(value).decode() for key, value in metadata.items()}
+        )
         self._writer.close()
         self._gathered.drain()
         self._file.fsync()

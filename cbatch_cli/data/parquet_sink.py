@@ -13,8 +13,9 @@ import pyarrow as pa
 from cbatch_cli.data import durable_io
 from cbatch_cli.data.output_schema import FinishedRow, RowEncoder, to_record_batch
 from cbatch_cli.data.output_target import OutputTarget
-from cbatch_cli.data.parquet_file import NewParquetFile, read_row_groups
+from cbatch_cli.data.parquet_file import METADATA_KEY, NewParquetFile, read_row_groups
 from cbatch_cli.data.part_buffer import PartBuffer
+from cbatch_cli.data.part_info import PART_KEY, PartInfo
 from cbatch_cli.data.row import Row, RowResult
 from cbatch_cli.errors import CBatchError, OutputError
 
@@ -22,6 +23,8 @@ MAX_RAW_BYTES = 8 * 2**20
 """Python objects of all open parts together; beyond it they become Arrow batches."""
 MAX_ARROW_BYTES = 16 * 2**20
 """Arrow batches of all open parts together; beyond it the largest part goes to disk."""
+
+NO_PARTS: Mapping[int, PartInfo] = {}
 
 
 def _ignore_part(rows: range) -> None:
@@ -36,6 +39,8 @@ class ParquetSink:
     folder appear in it at once; those of a single file stay in the work directory until `finish`
     joins them, row group by row group, into the file, which appears by one rename.
 
+    `durable` are the parts that earlier runs of the job have left, whose rows must not be added.
+
     `metadata` is what is known of the run at its start: it goes into each part of a folder.
     `finish` is given all of it, totals included: that goes into the single file, or into the
     last part of a folder. Raises `OutputError`; after one only `abort` may be called.
@@ -49,6 +54,7 @@ class ParquetSink:
         encoder: RowEncoder,
         rows_per_part: int,
         metadata: Mapping[str, Any],
+        durable: Mapping[int, PartInfo] = NO_PARTS,
         on_part_durable: Callable[[range], None] = _ignore_part,
     ) -> None:
         self._target = target
@@ -58,8 +64,8 @@ class ParquetSink:
         self._metadata = metadata
         self._on_part_durable = on_part_durable
         self._open: dict[int, PartBuffer] = {}
-        self._durable: set[int] = set()
-        """Numbers of the parts that have been renamed."""
+        self._durable = dict(durable)
+        """The parts that have been renamed, by number."""
         self._raw_bytes = 0
 
     def add(self, row: Row, result: RowResult) -> None:
@@ -83,7 +89,7 @@ class ParquetSink:
 
         Raises `CBatchError` if a row is missing: rows in must equal rows out.
         """
-        last = max(self._open.keys() | self._durable, default=0)
+        last = max(self._open.keys() | self._durable.keys(), default=0)
         self._check_no_row_is_missing(last)
         if last not in self._durable:
             self._open.setdefault(last, self._new_part(last))
@@ -91,7 +97,7 @@ class ParquetSink:
         elif self._target.is_directory:
             # The last part was full before the totals were known.
             path = self._target.part_path(last)
-            self._write_file(path, read_row_groups([path]), metadata)
+            self._write_file(path, read_row_groups([path]), metadata, self._durable[last])
         if not self._target.is_directory:
             self._join(last + 1, metadata)
         return self._target.path
@@ -124,21 +130,27 @@ class ParquetSink:
     def _write_part(self, number: int, metadata: Mapping[str, Any]) -> None:
         part = self._open[number]
         raw_bytes = part.raw_bytes
-        self._write_file(self._target.part_path(number), part.row_groups(), metadata)
+        info = part.info
+        self._write_file(self._target.part_path(number), part.row_groups(), metadata, info)
         del self._open[number]
         self._raw_bytes -= raw_bytes
-        self._durable.add(number)
+        self._durable[number] = info
         part.discard()
-        self._on_part_durable(range(part.rows.start, part.rows.start + part.num_rows))
+        self._on_part_durable(info.rows)
 
     def _write_file(
-        self, path: Path, row_groups: Iterable[pa.Table], metadata: Mapping[str, Any]
+        self,
+        path: Path,
+        row_groups: Iterable[pa.Table],
+        metadata: Mapping[str, Any],
+        part: PartInfo | None = None,
     ) -> None:
         temporary = self._target.work_path(path.name + ".tmp")
         with NewParquetFile(temporary, self._schema) as file:
             for row_group in row_groups:
                 file.write(row_group)
-            file.publish(path, metadata)
+            parts = {} if part is None else {PART_KEY: part.to_dict()}
+            file.publish(path, {METADATA_KEY: metadata, **parts})
 
     def _join(self, num_parts: int, metadata: Mapping[str, Any]) -> None:
         parts = [self._target.part_path(number) for number in range(num_parts)]

@@ -13,7 +13,7 @@ from cbatch_cli.data.arrow_values import content_hashes, storable_type, to_pytho
 from cbatch_cli.data.fields import OWN_KEYS, select_columns, source_file_field
 from cbatch_cli.data.input_files import InputFile
 from cbatch_cli.data.prompt_columns import PromptColumns
-from cbatch_cli.data.row import ArrowRow, Row
+from cbatch_cli.data.row import ArrowRow, InputPosition, Row
 from cbatch_cli.errors import RowError, RowErrorType, UsageError
 
 MAX_BATCH_ROWS = 512
@@ -31,10 +31,11 @@ class ParquetSource:
     """
 
     is_openai = False
+    is_indexed = True
     num_rows: int | None
 
     def __init__(self, files: Sequence[InputFile], *, columns: str, limit: int | None) -> None:
-        self._files = files
+        self.files = tuple(files)
         self._limit = limit
         self._schema, num_rows = _read_footers(files)
         self.num_rows = num_rows if limit is None else min(num_rows, limit)
@@ -50,19 +51,29 @@ class ParquetSource:
     def arrow_schema(self, prompt: PromptColumns) -> pa.Schema:
         """The columns passed through, with the types they have, whatever the prompt."""
         fields = [self._schema.field(name) for name in self._selected]
-        if len(self._files) > 1:
+        if len(self.files) > 1:
             fields.append(source_file_field(self._selected))
         return pa.schema(fields)
 
-    def rows(self, prompt: PromptColumns) -> Iterator[Row]:
-        """All rows from the first. One with text that is not UTF-8 has an error and no columns."""
-        self._num_read = 0
+    def rows(
+        self, prompt: PromptColumns, *, num_skipped: int = 0, start: InputPosition | None = None
+    ) -> Iterator[Row]:
+        """All rows behind those skipped, whose row groups are not read.
+
+        One with text that is not UTF-8 has an error and no columns.
+        """
+        self._num_read = num_skipped
+        num_before = 0
+        if self._num_read == self._limit:
+            return
         needed = prompt.columns_read
         read = [name for name in self.column_names if needed is None or name in needed]
         names = [name for name in self.column_names if name in read or name in self._selected]
-        for file in self._files:
+        for file in self.files:
             with _open(file) as parquet:
-                for batch in _read_batches(parquet, self._schema, names):
+                first_row = max(0, num_skipped - num_before)
+                num_before += parquet.metadata.num_rows
+                for batch in _read_batches(parquet, self._schema, names, first_row):
                     for row in self._rows_of(batch, read, file.name, self._num_read):
                         self._num_read += 1
                         yield row
@@ -130,20 +141,29 @@ def _storable_schema(schema: pa.Schema, file: InputFile) -> pa.Schema:
 
 
 def _read_batches(
-    parquet: pq.ParquetFile, schema: pa.Schema, names: Sequence[str]
+    parquet: pq.ParquetFile, schema: pa.Schema, names: Sequence[str], first_row: int
 ) -> Iterator[pa.RecordBatch]:
-    """The named columns in the types of `schema`; those that the file lacks are nulls."""
+    """The named columns in the types of `schema`, from `first_row` of the file on.
+
+    Columns that the file lacks are nulls.
+    """
     present = [name for name in names if name in parquet.schema_arrow.names]
     for number in range(parquet.num_row_groups):
         row_group = parquet.metadata.row_group(number)
+        if first_row >= row_group.num_rows:
+            first_row -= row_group.num_rows
+            continue
         row_bytes = row_group.total_byte_size // max(1, row_group.num_rows)
         batch_rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
         # Threads and read-ahead would hold more of the file in memory than a batch needs.
         for batch in parquet.iter_batches(
             batch_rows, row_groups=[number], columns=present, use_threads=False
         ):
-            if batch.num_rows:
-                yield _conform(batch, [schema.field(name) for name in names])
+            num_skipped = min(first_row, batch.num_rows)
+            first_row -= num_skipped
+            if num_skipped < batch.num_rows:
+                rest = batch.slice(num_skipped)
+                yield _conform(rest, [schema.field(name) for name in names])
 
 
 def _conform(batch: pa.RecordBatch, fields: Sequence[pa.Field[Any]]) -> pa.RecordBatch:

@@ -8,6 +8,7 @@ batches, and compressed batches in a scratch file. Reading back gathers one row 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import pyarrow as pa
 from cbatch_cli.data import durable_io
 from cbatch_cli.data.durable_io import DurableFile
 from cbatch_cli.data.output_schema import BatchEncoder, FinishedRow
+from cbatch_cli.data.part_info import PartInfo, RowsHash
+from cbatch_cli.data.row import Row
 from cbatch_cli.errors import OutputError
 
 ROW_GROUP_ROWS = 4096
@@ -59,6 +62,9 @@ class PartBuffer:
         self._chunks: list[_Chunk] = []
         # Estimated bytes of each row of the range seen so far, 0 for one that is not there.
         self._sizes = array("I")
+        self._hashes: dict[int, bytes] = {}
+        self._last: Row | None = None
+        self._errors: Counter[str] = Counter()
 
     def add(self, finished: FinishedRow) -> None:
         """Take one row. Raises `ValueError` if the row is here already."""
@@ -69,9 +75,27 @@ class PartBuffer:
             raise ValueError(f"row {finished.result.row_index} is finished twice")
         size = min(_estimate_bytes(finished), MAX_ROW_BYTES)
         self._sizes[offset] = size
+        self._hashes[offset] = finished.row.content_hash
+        if self._last is None or finished.row.index > self._last.index:
+            self._last = Row(finished.row.index, end=finished.row.end)
+        if finished.result.error is not None:
+            self._errors[finished.result.error.type.value] += 1
         self._raw.append(finished)
         self.raw_bytes += size
         self.num_rows += 1
+
+    @property
+    def info(self) -> PartInfo:
+        """What the part will say of itself, once no row is missing."""
+        rows_hash = RowsHash()
+        for offset in range(self.num_rows):
+            rows_hash.add(self._hashes[offset])
+        return PartInfo(
+            rows=range(self.rows.start, self.rows.start + self.num_rows),
+            rows_hash=rows_hash.hexdigest(),
+            end=None if self._last is None else self._last.end,
+            errors=self._errors,
+        )
 
     @property
     def is_complete(self) -> bool:

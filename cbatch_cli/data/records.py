@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cbatch_cli.data.input_files import InputFile
-from cbatch_cli.data.row import Row
+from cbatch_cli.data.row import InputPosition, Row
 from cbatch_cli.data.streams import ReadProgress
 from cbatch_cli.errors import RowError
 
@@ -33,11 +33,18 @@ class RecordFiles:
     """Rows of several files, numbered through; stops after `limit` rows."""
 
     def __init__(
-        self, files: Sequence[InputFile], read_records: RecordReader, *, limit: int | None
+        self,
+        files: Sequence[InputFile],
+        read_records: RecordReader,
+        *,
+        limit: int | None,
+        has_header: bool,
     ) -> None:
         self._files = files
         self._read_records = read_records
         self._limit = limit
+        self._has_header = has_header
+        """Where files have one, reading cannot start in their middle."""
         self._progress = ReadProgress(files)
         self._num_rows = 0
 
@@ -47,17 +54,40 @@ class RecordFiles:
         of_limit = self._num_rows / self._limit if self._limit else 0.0
         return max(of_limit, self._progress.fraction)
 
-    def rows(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """Rows with the named columns, None for all. Raises `UsageError` for a corrupt file."""
-        self._progress.restart()
-        self._num_rows = 0
-        for file in self._files:
+    def rows(
+        self,
+        columns: Collection[str] | None,
+        *,
+        num_skipped: int = 0,
+        start: InputPosition | None = None,
+    ) -> Iterator[Row]:
+        """Rows with the named columns, None for all, behind `start` if given.
+
+        The first of them has the index `num_skipped`. Raises `UsageError` for a corrupt file.
+        """
+        first_file = start.file if start else 0
+        self._progress.restart(first_file)
+        self._num_rows = num_skipped
+        if self._num_rows == self._limit:
+            return
+        for number, file in enumerate(self._files[first_file:], start=first_file):
             with self._progress.open(file) as stream:
+                can_seek = stream.seekable() and not self._has_header
+                if start and number == start.file:
+                    stream.seek(start.offset)
                 for record in self._read_records(stream, file):
                     values = record.columns
                     if columns is not None:
                         values = {name: values[name] for name in values if name in columns}
-                    row = Row(self._num_rows, values, record.error, record.content_hash, file.name)
+                    end = InputPosition(number, stream.tell()) if can_seek else None
+                    row = Row(
+                        self._num_rows,
+                        values,
+                        record.error,
+                        record.content_hash,
+                        file.name,
+                        end=end,
+                    )
                     self._num_rows += 1
                     yield row
                     if self._num_rows == self._limit:

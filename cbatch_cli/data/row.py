@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch_cli.errors import RowError
 from cbatch_cli.metrics import RequestMetrics
@@ -11,6 +11,13 @@ from cbatch_cli.request import FinishReason
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+class InputPosition(NamedTuple):
+    """A place between two rows: the number of the file, and the byte at which the next starts."""
+
+    file: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,8 @@ class Row:
     made from; `arrow` leads to the rest, since Python values lose some types (nanoseconds).
 
     `content_hash` is a 128-bit BLAKE2b of the raw line (JSONL, CSV) or of the row's values
-    (Parquet), so that a resumed run can tell that a row is the one it has an answer for.
+    (Parquet), so that a resumed run can tell that a row is the one it has an answer for. `end` is
+    where reading can go on behind the row; None where a file has to be read from its start.
     """
 
     index: int
@@ -42,6 +50,7 @@ class Row:
     content_hash: bytes = b""
     source_file: str = ""
     arrow: ArrowRow | None = None
+    end: InputPosition | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

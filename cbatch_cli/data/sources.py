@@ -14,7 +14,7 @@ from cbatch_cli.data.input_files import FileFormat, InputFile, expand_inputs
 from cbatch_cli.data.jsonl_source import JsonlSource
 from cbatch_cli.data.parquet_source import ParquetSource
 from cbatch_cli.data.prompt_columns import PromptColumns
-from cbatch_cli.data.row import Row
+from cbatch_cli.data.row import InputPosition, Row
 from cbatch_cli.errors import UsageError
 
 
@@ -25,6 +25,10 @@ class Source(Protocol):
     """The columns found, whichever are passed through."""
     is_openai: bool
     """Whether rows are OpenAI batch lines."""
+    is_indexed: bool
+    """Whether rows can be skipped by their number alone."""
+    files: tuple[InputFile, ...]
+    """The files in the order in which they are read."""
     num_rows: int | None
     """None where only reading to the end would tell."""
 
@@ -37,11 +41,14 @@ class Source(Protocol):
         """The columns passed through, those of ours among them; see `data.fields` for notes."""
         ...
 
-    def rows(self, prompt: PromptColumns) -> Iterator[Row]:
+    def rows(
+        self, prompt: PromptColumns, *, num_skipped: int = 0, start: InputPosition | None = None
+    ) -> Iterator[Row]:
         """All rows in order, lazily and in constant memory; may be called again for a new pass.
 
-        A row that cannot be read has an error. Raises `UsageError`, after the rows before it, when
-        a file is cut short or corrupt.
+        With `num_skipped`, from the row of that index on: an indexed source finds it by itself,
+        others need `start`, where the row before it ended. A row that cannot be read has an error.
+        Raises `UsageError`, after the rows before it, when a file is cut short or corrupt.
         """
         ...
 

@@ -53,9 +53,9 @@ class ReadProgress:
         position = counter.position if counter else 0
         return min(1.0, (sum(sizes[: self._num_finished]) + position) / max(1, sum(sizes)))
 
-    def restart(self) -> None:
-        """Count from the first file again."""
-        self._num_finished = 0
+    def restart(self, first_file: int = 0) -> None:
+        """Count again, as if the files before `first_file` were read."""
+        self._num_finished = first_file
         self._counter = None
 
     @contextmanager
@@ -105,6 +105,13 @@ class _CountingReader(io.RawIOBase):
         count = self._inner.readinto(buffer)
         self.position += count or 0
         return count
+
+    def seekable(self) -> bool:
+        return self._inner.seekable()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self.position = self._inner.seek(offset, whence)
+        return self.position
 
     def close(self) -> None:
         self._inner.close()

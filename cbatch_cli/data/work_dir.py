@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import orjson
+
 from cbatch_cli.data import durable_io
 from cbatch_cli.data.journal_records import SEGMENT_NAME
 from cbatch_cli.data.json_text import dump_json
@@ -38,6 +40,14 @@ class WorkDir:
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Store what this job is, as `run.json`, in a way that survives power loss."""
         durable_io.write_durably(self.path / RUN_NAME, dump_json(run))
+
+    def read_run(self) -> dict[str, Any] | None:
+        """What `write_run` stored; None where there is nothing that can be read."""
+        try:
+            run = orjson.loads((self.path / RUN_NAME).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return run if isinstance(run, dict) else None
 
     def start_over(self) -> None:
         """Remove the parts, the journal and the unfinished files of a run that died."""

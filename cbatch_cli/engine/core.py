@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.engine.token_limit import TokenLimit
+from cbatch_cli.engine.watchdog import Watchdog
 from cbatch_cli.errors import (
     CBatchError,
     DeviceMemoryError,
@@ -30,7 +32,7 @@ class EngineCore:
     """Continuous batching over a `Scheduler` and a `ModelRunner`; sees token ids only.
 
     One thread runs `generate`; `submit` and `finish` may be called from any. A request that cannot
-    run comes back as an output with an error.
+    run comes back as an output with an error. A step longer than `step_timeout_s` ends the process.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class EngineCore:
         scheduler: Scheduler,
         runner: ModelRunner,
         token_listener: TokenListener | None = None,
+        step_timeout_s: float = math.inf,
     ) -> None:
         self.scheduler = scheduler
+        self._step_timeout_s = step_timeout_s
         self.token_listener = token_listener
         self.stats = EngineStats(
             max_num_seqs=scheduler.max_num_seqs,
@@ -56,7 +60,7 @@ class EngineCore:
         self._feed_error: BaseException | None = None
         self._is_stopping = False
         self._token_limit = TokenLimit(scheduler)
-        self.step_started_at: float | None = None
+        self._step_started_at: float | None = None
         """Monotonic time at which the step that runs was handed to the runner."""
 
     @property
@@ -103,8 +107,14 @@ class EngineCore:
             target=self._feed, args=(requests,), name="cbatch-feeder", daemon=True
         )
         feeder.start()
+        watchdog = Watchdog(
+            timeout_s=self._step_timeout_s,
+            step_started_at=lambda: self._step_started_at,
+            describe=self._describe,
+        )
         try:
-            yield from self._outputs()
+            with watchdog:
+                yield from self._outputs()
         except BaseException:
             deque(self._cancel_all(), maxlen=0)
             raise
@@ -211,7 +221,7 @@ class EngineCore:
             self._changed.notify_all()  # admission made room in the window
         stats.start_step(step, kv_cache_usage=scheduler.blocks.usage)
         try:
-            self.step_started_at = time.monotonic()
+            self._step_started_at = time.monotonic()
             sampled = self._runner.execute(step, stats)
         except DeviceMemoryError as error:
             yield from self._retry_smaller(step, error)
@@ -221,7 +231,7 @@ class EngineCore:
         except Exception as error:
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         finally:
-            self.step_started_at = None
+            self._step_started_at = None
         self._token_limit.step_succeeded()
         with stats.phase("update"):
             ended = scheduler.update(sampled)
@@ -257,6 +267,14 @@ class EngineCore:
                     return
                 with self.stats.phase("wait_for_input"):
                     self._changed.wait(_STOP_POLL_S)
+
+    def _describe(self) -> str:
+        return (
+            f"step {self.stats.num_steps - 1}, {len(self.scheduler.running)} running, "
+            f"{len(self.scheduler.waiting)} waiting, "
+            f"{self.scheduler.blocks.usage:.0%} of the KV cache in use, "
+            f"{self.stats.num_output_tokens} tokens made"
+        )
 
     def _tell_listener(self, sampled: StepOutput) -> None:
         if self.token_listener is None:

@@ -15,8 +15,8 @@ class KVCache:
     """Keys and values of every layer, in blocks. What was never written is not initialised.
 
     A machine gives out the memory of a block when it is first written, so a large pool costs
-    nothing until it is used. `layers[i]` is (keys `[num_blocks, block_size, num_kv_heads, head_dim]`, values likewise with
-    `value_head_dim`).
+    nothing until it is used. `layers[i]` is (keys `[num_blocks, block_size, num_kv_heads,
+    head_dim]`, values likewise with `value_head_dim`).
     """
 
     def __init__(

