@@ -105,25 +105,30 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig
 
+    from cbatch_cli.models.quiet import quiet_transformers
+
     # The absolute path: a bare name would be looked up in the current folder first.
     source = {
         "pretrained_model_name_or_path": str(gguf_file.parent),
         "gguf_file": str(gguf_file.absolute()),
     }
     try:
-        with _file_parsed_once():
-            _save_tokenizer(AutoTokenizer.from_pretrained(**source), result)
+        with quiet_transformers(), _file_parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(**source)
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
-        model.save_pretrained(result)
     except ImportError as error:
         raise ModelError(
             f"reading a GGUF file needs a package that is missing: {error}; "
             "`pip install cbatch[demo]` installs it"
         ) from error
-    except (ValueError, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise ModelError(f"cannot convert the GGUF file: {error}") from error
+    except Exception as error:  # every kind comes out of a damaged or unknown file
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"cannot convert the GGUF file: {reason}") from error
+    with quiet_transformers():
+        model.save_pretrained(result)
+        _save_tokenizer(tokenizer, result)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, result: Path) -> None:

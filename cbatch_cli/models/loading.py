@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -21,6 +18,7 @@ from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models.context_length import resolve_max_model_len
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.model_files import ModelFiles, resolve_model
+from cbatch_cli.models.quiet import quiet_transformers
 from cbatch_cli.models.self_check import self_check
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ def load_model(
     answers or cannot be read, `UsageError` for a device that is not there.
     """
     target = _resolve_device(device)
-    with _quiet_transformers():
+    with quiet_transformers():
         config = _load_config(files, trust_remote_code=trust_remote_code)
         length = resolve_max_model_len(config, max_model_len)
         model = _load_weights(
@@ -208,18 +206,3 @@ def _generation_defaults(model: PreTrainedModel) -> dict[str, Any]:
             LOGGER.warning("the model's generation config sets %s, which is not followed", name)
     values = {name: getattr(config, name, None) for name in _GENERATION_DEFAULTS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and advice to users of transformers off the terminal."""
-    verbosity = transformers.logging.get_verbosity()
-    had_progress_bar = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if had_progress_bar:
-            transformers.logging.enable_progress_bar()
