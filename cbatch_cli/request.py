@@ -134,6 +134,29 @@ class RequestOutput:
     text: str | None = None
 
 
+def check_length(
+    num_prompt_tokens: int,
+    max_model_len: int,
+    kv_capacity_tokens: int,
+    *,
+    is_lower_bound: bool = False,
+) -> RowError | None:
+    """An error with the two numbers if the prompt leaves no room for one token more.
+
+    `max_model_len` is the model's context and `kv_capacity_tokens` the whole KV pool, in tokens.
+    `is_lower_bound` says that the prompt may have more tokens than `num_prompt_tokens`.
+    """
+    if num_prompt_tokens + 1 > max_model_len:
+        limit = f"the context of {max_model_len}"
+    elif num_prompt_tokens + 1 > kv_capacity_tokens:
+        limit = f"the KV cache of {kv_capacity_tokens}"
+    else:
+        return None
+    shown = f"at least {num_prompt_tokens}" if is_lower_bound else str(num_prompt_tokens)
+    message = f"the prompt has {shown} tokens; with 1 to generate that exceeds {limit}"
+    return RowError(RowErrorType.PROMPT_TOO_LONG, message)
+
+
 def _require_number(
     name: str, value: Any, low: float, high: float, *, low_open: bool = False
 ) -> None:

@@ -22,7 +22,13 @@ from cbatch_cli.errors import (
     RowError,
     RowErrorType,
 )
-from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
+from cbatch_cli.request import (
+    FinishReason,
+    Request,
+    RequestKey,
+    RequestOutput,
+    check_length,
+)
 
 _STOP_POLL_S = 0.2
 """How long an idle engine sleeps before it looks whether it was told to stop."""
@@ -202,13 +208,10 @@ class EngineCore:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
             return RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no tokens")
-        if num_prompt_tokens + 1 > self.max_sequence_tokens:
-            return RowError(
-                RowErrorType.PROMPT_TOO_LONG,
-                f"the prompt has {num_prompt_tokens} tokens; with one more for the answer it "
-                f"exceeds the {self.max_sequence_tokens} that fit",
-            )
-        return None
+        scheduler = self.scheduler
+        return check_length(
+            num_prompt_tokens, scheduler.max_model_len, scheduler.blocks.capacity_tokens
+        )
 
     def _step(self) -> Iterator[RequestOutput]:
         stats, scheduler = self.stats, self.scheduler

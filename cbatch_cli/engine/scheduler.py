@@ -80,6 +80,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
         self.max_sequence_tokens = min(max_model_len, blocks.capacity_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []

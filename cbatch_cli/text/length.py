@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cbatch_cli.errors import RowError, RowErrorType
+from cbatch_cli.errors import RowError
+from cbatch_cli.request import check_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -14,16 +15,6 @@ if TYPE_CHECKING:
 _MAX_COMPOSED = 4
 """Code points that NFC can join into one: no canonical decomposition is longer."""
 _LENGTH_KEEPING_SPLITS = {"ByteLevel", "Digits", "Metaspace", "Split"}
-
-
-def check_length(
-    num_prompt_tokens: int, max_model_len: int, kv_capacity_tokens: int
-) -> RowError | None:
-    """An error with the two numbers if the prompt leaves no room for one token more.
-
-    `max_model_len` is the model's context and `kv_capacity_tokens` the whole KV pool, in tokens.
-    """
-    return _check(num_prompt_tokens, str(num_prompt_tokens), max_model_len, kv_capacity_tokens)
 
 
 def check_characters(
@@ -34,7 +25,7 @@ def check_characters(
     Spares the tokenizer a text of many megabytes, which costs it seventy times as much memory.
     """
     fewest = -(-num_characters // max_per_token)
-    return _check(fewest, f"at least {fewest}", max_model_len, kv_capacity_tokens)
+    return check_length(fewest, max_model_len, kv_capacity_tokens, is_lower_bound=True)
 
 
 def max_characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -70,19 +61,6 @@ def max_characters_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if not all(name in vocabulary for name in spelling):
         return None
     return composed * max(map(len, vocabulary))
-
-
-def _check(
-    num_tokens: int, shown: str, max_model_len: int, kv_capacity_tokens: int
-) -> RowError | None:
-    if num_tokens + 1 > max_model_len:
-        limit = f"the context of {max_model_len}"
-    elif num_tokens + 1 > kv_capacity_tokens:
-        limit = f"the KV cache of {kv_capacity_tokens}"
-    else:
-        return None
-    message = f"the prompt has {shown} tokens; with 1 to generate that exceeds {limit}"
-    return RowError(RowErrorType.PROMPT_TOO_LONG, message)
 
 
 def _parts(component: Any, plural: str) -> Iterator[Mapping[str, Any]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cbatch_cli.errors import RowError, RowErrorType, RowFailedError, UsageError
-from cbatch_cli.request import SamplingParams
-from cbatch_cli.text.length import check_characters, check_length, max_characters_per_token
+from cbatch_cli.request import SamplingParams, check_length
+from cbatch_cli.text.length import check_characters, max_characters_per_token
 from cbatch_cli.text.messages import Message, user_message, with_system
 from cbatch_cli.text.row_prompt import read_prompt
 from cbatch_cli.text.templates import TemplateRenderer

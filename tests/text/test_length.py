@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from cbatch_cli.errors import RowErrorType
-from cbatch_cli.text.length import check_characters, check_length, max_characters_per_token
+from cbatch_cli.request import check_length
+from cbatch_cli.text.length import check_characters, max_characters_per_token
 from tests.tiny_tokenizers import all_tokenizers, byte_level_tokenizer, gemma_tokenizer
 
 TOKENIZERS = all_tokenizers()
