@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from cbatch_cli.models.hf_model import HFModel
+    from cbatch_cli.models.model_files import ModelFiles
 
 DEFAULT_MAX_TOKENS = 256
 CPU_MEMORY_SHARE = 0.25
@@ -71,11 +72,44 @@ def identify_model(name: str) -> str:
     return files.commit or folder_identity(files.folder)
 
 
-def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
-    """Load a model and build the engine around it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model and its tokenizer, around which engines can be built, one at a time."""
 
-    Raises `ModelError` for a model that cannot be found or would not run correctly, `UsageError`
-    for settings that do not fit it.
+    files: ModelFiles
+    model: HFModel
+    tokenizer: PreTrainedTokenizerBase
+    load_s: float
+
+    def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
+        """An engine with a KV cache of its own; the one before it must not be used any more.
+
+        Raises `UsageError` for settings that do not fit the model or the memory.
+        """
+        start = time.monotonic()
+        core, limits = build_core(self.model, config, log)
+        return LoadedEngine(
+            client=core,
+            tokenizer=self.tokenizer,
+            generation_defaults=self.model.generation_defaults,
+            description={
+                "model": self.files.name,
+                "commit": self.files.commit,
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "device": str(self.model.device),
+                "scheduler": config.scheduler,
+                "prefix_caching": config.prefix_caching,
+                "seed": config.seed,
+                **dataclasses.asdict(limits),
+            },
+            load_s=self.load_s + time.monotonic() - start,
+        )
+
+
+def load_for_engines(model_name: str, config: EngineConfig) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Raises `ModelError` for a model that cannot be found or would not run correctly.
     """
     start = time.monotonic()
     # Imported here: torch and transformers take seconds, and a bad option should be told at once.
@@ -95,23 +129,21 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
             max_model_len=config.max_model_len,
             trust_remote_code=config.trust_remote_code,
         )
-    core, limits = build_core(model, config, log)
-    return LoadedEngine(
-        client=core,
+    return LoadedModel(
+        files=files,
+        model=model,
         tokenizer=tokenizer.result(),
-        generation_defaults=model.generation_defaults,
-        description={
-            "model": files.name,
-            "commit": files.commit,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "scheduler": config.scheduler,
-            "prefix_caching": config.prefix_caching,
-            "seed": config.seed,
-            **dataclasses.asdict(limits),
-        },
         load_s=time.monotonic() - start,
     )
+
+
+def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
+    """Load a model and build the engine around it.
+
+    Raises `ModelError` for a model that cannot be found or would not run correctly, `UsageError`
+    for settings that do not fit it.
+    """
+    return load_for_engines(model_name, config).build_engine(config, log)
 
 
 def build_core(
@@ -126,6 +158,7 @@ def build_core(
     from cbatch_cli.engine.model_runner import TorchModelRunner
     from cbatch_cli.engine.sampler import Sampler
 
+    model.unbind()  # the KV cache of an engine built before it would take the new one's memory
     limits = _resolve_limits(config, model, log=log)
     cache = KVCache(
         model.layer_specs,

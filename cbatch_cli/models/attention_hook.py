@@ -73,6 +73,11 @@ class Recording:
         for module, spec in zip(self.modules, self.specs, strict=True):
             setattr(module, _BINDING, _Binding(backend, spec))
 
+    def unbind(self) -> None:
+        """Let go of the backend, if there is one."""
+        for module in self.modules:
+            vars(module).pop(_BINDING, None)
+
 
 def _attend(
     module: nn.Module,

@@ -61,6 +61,10 @@ class HFModel:
         """Have the attention layers run on `backend` from now on."""
         self._recording.bind(backend)
 
+    def unbind(self) -> None:
+        """Let go of the backend, and so of its KV cache, if nobody else holds them."""
+        self._recording.unbind()
+
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
         """Logits float32 `[N, vocab]` after the tokens at `sample_indices` `[N]` of the pack.
