@@ -8,12 +8,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import cbatch_cli
 from cbatch_cli import cli_options as opt
+from cbatch_cli.bench import options as bench_opt
+from cbatch_cli.bench.config import REPEAT, BenchConfig, build_bench_config
 from cbatch_cli.cli_help import SectionedCommand
 from cbatch_cli.config import ENGINE_FIELDS, JOB_FIELDS, JobConfig, build_job_config, to_toml
 from cbatch_cli.errors import CBatchError
@@ -117,11 +119,16 @@ def run(
     scheduler: opt.Scheduler = None,
     no_prefix_caching: opt.NoPrefixCaching = False,
     trust_remote_code: opt.TrustRemoteCode = None,
+    step_timeout: opt.StepTimeout = None,
     output: opt.Output = None,
     output_column: opt.OutputColumn = None,
     rows_per_part: opt.RowsPerPart = None,
     return_token_ids: opt.ReturnTokenIds = None,
     overwrite: opt.Overwrite = None,
+    no_resume: opt.NoResume = None,
+    retry_errors: opt.RetryErrors = None,
+    on_error: opt.OnErrorName = None,
+    max_errors: opt.MaxErrors = None,
     allow_errors: opt.AllowErrors = None,
     progress: opt.Progress = None,
     json_summary: opt.JsonSummary = False,
@@ -136,14 +143,7 @@ def run(
     Defaults of sampling come from the model's generation config; a row's own sampling_params
     column goes before the options.
     """
-    # Typer gives an empty list for a repeatable option that was not given.
-    options = {
-        name: value
-        for name, value in ctx.params.items()
-        if name in JOB_FIELDS | ENGINE_FIELDS and value not in ((), [])
-    }
-    if no_prefix_caching:
-        options["prefix_caching"] = False
+    options = _settings(ctx)
 
     def action() -> int:
         config = build_job_config(options, config_file=config_file)
@@ -155,6 +155,84 @@ def run(
         return _run_job(config, json_summary=json_summary, quiet=quiet)
 
     return _guarded(action, verbose=verbose)
+
+
+@app.command(cls=SectionedCommand)
+def bench(
+    ctx: typer.Context,
+    workload: bench_opt.Workload = None,
+    num_prompts: bench_opt.NumPrompts = None,
+    schedulers: bench_opt.Schedulers = None,
+    with_generate: bench_opt.WithGenerate = False,
+    repeat: bench_opt.Repeat = REPEAT,
+    seed: bench_opt.Seed = None,
+    model: opt.Model = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    block_size: opt.BlockSize = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
+    gpu_memory_utilization: opt.GPUMemoryUtilization = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    no_prefix_caching: opt.NoPrefixCaching = False,
+    trust_remote_code: opt.TrustRemoteCode = None,
+    json_result: bench_opt.Json = False,
+    config_file: opt.ConfigFile = None,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Measure throughput on a workload, continuous batching beside static.
+
+    Nothing is written but the numbers. Every run starts with an empty KV cache; loading the model
+    does not count.
+    """
+    options = _settings(ctx)
+
+    def action() -> int:
+        config = build_bench_config(
+            options,
+            inputs=workload or (),
+            num_prompts=num_prompts,
+            schedulers=schedulers,
+            with_generate=with_generate,
+            repeat=repeat,
+            config_file=config_file,
+        )
+        return _run_bench(config, json_result=json_result, quiet=quiet)
+
+    return _guarded(action, verbose=verbose)
+
+
+def _settings(ctx: typer.Context) -> dict[str, Any]:
+    """The job's and the engine's settings that were given as options."""
+    # Typer gives an empty list for a repeatable option that was not given.
+    options = {
+        name: value
+        for name, value in ctx.params.items()
+        if name in JOB_FIELDS | ENGINE_FIELDS and value not in ((), [])
+    }
+    if ctx.params["no_prefix_caching"]:
+        options["prefix_caching"] = False
+    return options
+
+
+def _run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
+    import orjson
+
+    from cbatch_cli.bench.runner import run_bench
+    from cbatch_cli.bench.table import bench_table
+
+    def log(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    result = run_bench(config, log=log)
+    if json_result:
+        _print_data(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE).decode())
+    else:
+        _print_data(bench_table(result))
+    return 0
 
 
 def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cbatch_cli.cli_help import choices, flag, option
-from cbatch_cli.config import DtypeName, InputFormat, ProgressName, SchedulerName
+from cbatch_cli.config import DtypeName, InputFormat, OnError, ProgressName, SchedulerName
 
 Inputs = Annotated[
     list[str] | None,
@@ -194,6 +194,15 @@ NoPrefixCaching = Annotated[
 TrustRemoteCode = Annotated[
     bool | None, flag("Engine", "--trust-remote-code", "Run code that comes with the model.")
 ]
+StepTimeout = Annotated[
+    float | None,
+    option(
+        "Engine",
+        "--step-timeout",
+        "SECONDS",
+        "End the run when the device does not finish a step in this time.",
+    ),
+]
 
 Output = Annotated[
     str | None,
@@ -215,6 +224,33 @@ ReturnTokenIds = Annotated[
     bool | None, flag("Output", "--return-token-ids", "Add a column of token ids.")
 ]
 Overwrite = Annotated[bool | None, flag("Output", "--overwrite", "Replace an output that exists.")]
+NoResume = Annotated[
+    bool | None,
+    flag("Output", "--no-resume", "Run an interrupted job from its first row again."),
+]
+RetryErrors = Annotated[
+    bool | None,
+    flag("Output", "--retry-errors", "Run the failed rows of an earlier run again."),
+]
+OnErrorName = Annotated[
+    OnError | None,
+    option(
+        "Output",
+        "--on-error",
+        choices(OnError),
+        "fail stops at the first failed row. What is done is kept, and the run can be resumed.",
+    ),
+]
+MaxErrors = Annotated[
+    str | None,
+    option(
+        "Output",
+        "--max-errors",
+        "N|P%",
+        "Stop when more rows have failed, in number or as a share of those done. Without it the "
+        "run stops if its first 100 rows all fail.",
+    ),
+]
 AllowErrors = Annotated[
     bool | None, flag("Output", "--allow-errors", "Exit 0 even though some rows have an error.")
 ]

@@ -109,7 +109,8 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
         "--max-num-seqs 8 --max-num-batched-tokens 64 --block-size 16 --kv-cache-memory 512MB "
         "--gpu-memory-utilization 0.5 --max-model-len 99 --dtype float16 --device cuda:1 "
         "--scheduler static --no-prefix-caching --trust-remote-code --output-column answer "
-        "--rows-per-part 10 --return-token-ids --overwrite --allow-errors --progress none"
+        "--rows-per-part 10 --return-token-ids --overwrite --no-resume --retry-errors "
+        "--on-error fail --max-errors 5% --step-timeout 60 --allow-errors --progress none"
     )
     assert main(arguments) == 0
     assert configs == [
@@ -137,6 +138,10 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
             rows_per_part=10,
             return_token_ids=True,
             overwrite=True,
+            no_resume=True,
+            retry_errors=True,
+            on_error="fail",
+            max_errors="5%",
             allow_errors=True,
             progress="none",
             engine=EngineConfig(
@@ -152,6 +157,7 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
                 prefix_caching=False,
                 seed=6,
                 trust_remote_code=True,
+                step_timeout=60.0,
             ),
         )
     ]
@@ -281,6 +287,9 @@ def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
         (["run", "a", "--max-tokens", "0"], "max_tokens must be an integer at least 1, not 0"),
         (["run", "a", "--dtype", "int8"], "'--dtype'"),
         (["run", "a", "--kv-cache-memory", "x"], "kv_cache_memory must be a size such as 4GiB"),
+        (["run", "a", "--max-errors", "x"], "max_errors must be a number of rows or a percentage"),
+        (["run", "a", "--on-error", "stop"], "'--on-error'"),
+        (["run", "a", "--step-timeout", "0"], "step_timeout must be above 0, not 0.0"),
         (["run", "a", "--config", "absent.toml"], "cannot read absent.toml"),
         (["walk"], "No such command 'walk'"),
     ],
