@@ -55,7 +55,8 @@ CBATCH_INLINE void scale_row(float* values, float factor, int64_t size) {
 }
 
 // Adds `part` to `total`.
-inline void fold(const Partial& total, const Partial& part, int num_rows, int64_t value_dim) {
+CBATCH_ONE_COPY void fold(const Partial& total, const Partial& part, int num_rows,
+                          int64_t value_dim) {
     for (int row = 0; row < num_rows; ++row) {
         if (part.maximum[row] == -kInfinity) continue;  // the row sees nothing of this part
         const bool is_larger = part.maximum[row] > total.maximum[row];
@@ -99,7 +100,8 @@ CBATCH_INLINE void score(const float* query, int64_t dim, const Element* const* 
     for (; i < dim; ++i) {
         for (int row = 0; row < ROWS; ++row) {
             for (int k = 0; k < kKeysAtOnce; ++k) {
-                scores[row * kGroupKeys + k] += query[row * dim + i] * to_float(keys[k][i]);
+                float& sum = scores[row * kGroupKeys + k];
+                sum = multiply_add(query[row * dim + i], to_float(keys[k][i]), sum);
             }
         }
     }
@@ -151,7 +153,7 @@ inline void add_value_rows(const float* weights, const Element* const* rows, int
         for (int row = 0; row < ROWS; ++row) {
             float sum = values[row * value_dim + offset];
             for (int k = first; k < end; ++k) {
-                sum = __builtin_fmaf(weights[row * kGroupKeys + k], to_float(rows[k][offset]), sum);
+                sum = multiply_add(weights[row * kGroupKeys + k], to_float(rows[k][offset]), sum);
             }
             values[row * value_dim + offset] = sum;
         }
@@ -159,8 +161,8 @@ inline void add_value_rows(const float* weights, const Element* const* rows, int
 }
 
 // Scores of one group of keys turned into weights; rescales what the row has summed so far.
-inline void weigh(float* scores, int64_t group_start, int64_t first, int64_t last, float softcap,
-                  const Partial& partial, int row, int64_t value_dim) {
+CBATCH_ONE_COPY void weigh(float* scores, int64_t group_start, int64_t first, int64_t last,
+                           float softcap, const Partial& partial, int row, int64_t value_dim) {
     constexpr int kVectors = kGroupKeys / kWidth;
     if (softcap > 0.0f) {
         for (int v = 0; v < kVectors; ++v) {
@@ -241,9 +243,9 @@ inline void score_group(const float* query, int num_rows, int64_t dim,
 
 // Sums the keys `first_key` to `last_key`, all within one split, into `partial`.
 template <class Element>
-inline void attend_split(const CbatchAttention& args, const Tile& tile, const Mask& mask,
-                         const float* query, int64_t first_key, int64_t last_key,
-                         const Partial& partial) {
+CBATCH_ONE_COPY void attend_split(const CbatchAttention& args, const Tile& tile,
+                                  const Mask& mask, const float* query, int64_t first_key,
+                                  int64_t last_key, const Partial& partial) {
     alignas(64) float scores[kTileRows * kGroupKeys];
     GroupRows<Element> group;
     clear(partial, tile.num_rows, args.value_head_dim);

@@ -9,6 +9,10 @@
 
 namespace {
 
+constexpr int kFloatsPerLine = 16;
+// How far ahead weights are fetched, in steps of depth; panels follow one another in memory.
+constexpr int kPrefetchSteps = 16;
+
 struct Product {
     const float* panels;
     const float* bias;  // or null
@@ -36,6 +40,10 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
             const float* step = panels + (panel * depth + k) * kPanel;
             weight[2 * panel] = load(step);
             weight[2 * panel + 1] = load(step + kWidth);
+            CBATCH_UNROLL
+            for (int line = 0; line < kPanel; line += kFloatsPerLine) {
+                __builtin_prefetch(step + kPrefetchSteps * kPanel + line);
+            }
         }
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {

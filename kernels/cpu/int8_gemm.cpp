@@ -13,6 +13,9 @@ typedef int16_t PairVec __attribute__((vector_size(4 * kWidth)));
 typedef int8_t ByteVec __attribute__((vector_size(2 * kWidth)));
 typedef int8_t UnalignedByteVec __attribute__((vector_size(2 * kWidth), aligned(1), may_alias));
 
+// How far ahead weights are fetched, in pairs of depth.
+constexpr int kPrefetchSteps = 16;
+
 struct Int8Product {
     const int8_t* panels;  // [panel, depth / 2, kPanel, 2]
     const float* column_scales;
@@ -67,6 +70,7 @@ CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, in
             const int8_t* step = panels + (panel * num_pairs + k) * 2 * kPanel;
             weight[2 * panel] = load_pairs(step);
             weight[2 * panel + 1] = load_pairs(step + kPanel);
+            __builtin_prefetch(step + kPrefetchSteps * 2 * kPanel);
         }
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
@@ -78,23 +82,42 @@ CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, in
             }
         }
     }
-    float tile[ROWS][PANELS * kPanel];
-    CBATCH_UNROLL
-    for (int row = 0; row < ROWS; ++row) {
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-            store(&tile[row][v * kWidth], __builtin_convertvector(sums[row][v], Vec));
-        }
-    }
+    constexpr int kColumns = PANELS * kPanel;
     const int64_t column = first_panel * kPanel;
     const int64_t left = product.num_columns - column;
-    const int64_t count = left < PANELS * kPanel ? left : PANELS * kPanel;
+    const bool is_whole = left >= kColumns;
+    const float* scales = product.column_scales + column;
+    const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
+    float* output = product.output + first_row * product.output_stride + column;
+    int64_t stride = product.output_stride;
+    // The last columns are computed by the same code over padded copies: the same bits.
+    float padded_scales[kColumns], padded_bias[kColumns], tile[ROWS * kColumns];
+    if (!is_whole) {
+        for (int64_t i = 0; i < kColumns; ++i) {
+            padded_scales[i] = i < left ? scales[i] : 0.0f;
+            padded_bias[i] = i < left && bias != nullptr ? bias[i] : 0.0f;
+        }
+        scales = padded_scales;
+        bias = bias == nullptr ? nullptr : padded_bias;
+        output = tile;
+        stride = kColumns;
+    }
+    CBATCH_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+        const Vec scale = load(scales + v * kWidth);
+        const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
+        CBATCH_UNROLL
+        for (int row = 0; row < ROWS; ++row) {
+            const Vec sum = __builtin_convertvector(sums[row][v], Vec);
+            store(output + row * stride + v * kWidth,
+                  sum * (scale * product.row_scales[first_row + row]) + offset);
+        }
+    }
+    if (is_whole) return;
+    output = product.output + first_row * product.output_stride + column;
     for (int row = 0; row < ROWS; ++row) {
-        const float scale = product.row_scales[first_row + row];
-        float* output = product.output + (first_row + row) * product.output_stride + column;
-        for (int64_t i = 0; i < count; ++i) {
-            const float offset = product.bias == nullptr ? 0.0f : product.bias[column + i];
-            output[i] = tile[row][i] * (scale * product.column_scales[column + i]) + offset;
+        for (int64_t i = 0; i < left; ++i) {
+            output[row * product.output_stride + i] = tile[row * kColumns + i];
         }
     }
 }

@@ -19,6 +19,8 @@
 
 #define CBATCH_UNROLL _Pragma("GCC unroll 32")
 #define CBATCH_INLINE inline __attribute__((always_inline))
+// One copy of the code, so that every caller gets the same bits.
+#define CBATCH_ONE_COPY __attribute__((noinline))
 
 namespace {
 
@@ -86,6 +88,16 @@ CBATCH_INLINE Vec splat(float value) {
     return _mm256_set1_ps(value);
 #else
     return Vec{value, value, value, value};
+#endif
+}
+
+// a * b + c, rounded once in every place or, without the instruction, twice in every place: left to
+// the compiler, tails of loops would differ from one instance of a template to the next.
+CBATCH_INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
 #endif
 }
 

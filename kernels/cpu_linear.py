@@ -1,0 +1,240 @@
+"""Linear layers on a CPU: weights packed once, the fastest product chosen by measurement.
+
+Every class here maps float32 `[T, K]` to float32 `[T, N]` with a weight `[N, K]`. What they have
+beyond `torch.nn.functional.linear`, in which a row's bits depend on the number of rows:
+`PackedLinear` and `Int8Linear` give each row the same bits in any company.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from typing import Literal, Protocol
+
+import torch
+from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable, address, num_threads
+from torch import Tensor
+
+LinearMode = Literal["fast", "deterministic", "w8a16"]
+LinearKind = Literal["torch", "onednn", "packed", "int8"]
+
+_MEASURED_ROWS = (1, 8, 32, 64, 256)
+_MEASURED_COLUMNS = 8192
+"""A larger weight is measured on its first columns: the head of a model has hundreds of MB."""
+_SECONDS_PER_MEASUREMENT = 0.02
+
+
+class Linear(Protocol):
+    """A linear layer over float32 rows."""
+
+    kind: LinearKind
+    num_columns: int
+
+    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`; into `out` if given, which is contiguous."""
+        ...
+
+
+class TorchLinear:
+    """`torch.nn.functional.linear`."""
+
+    kind: LinearKind = "torch"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self.num_columns = weight.shape[0]
+
+    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`."""
+        if out is None:
+            return torch.nn.functional.linear(rows, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(rows, self._weight.t(), out=out)
+        return torch.addmm(self._bias, rows, self._weight.t(), out=out)
+
+
+class PrepackedLinear:
+    """oneDNN's product, through torch, with the weight in oneDNN's own layout."""
+
+    kind: LinearKind = "onednn"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
+        self.num_columns = weight.shape[0]
+
+    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, self._bias, "none", [], ""
+        )
+        return product if out is None else out.copy_(product)
+
+
+class PackedLinear:
+    """Our float32 product: each output is one chain of fused multiply-adds over the depth."""
+
+    kind: LinearKind = "packed"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
+        _check_weight(weight)
+        weight = weight.contiguous()
+        self.num_columns, self._depth = weight.shape
+        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self._kernels = kernels
+        padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
+        self._packed = torch.empty(padded * self._depth, dtype=torch.float32)
+        kernels.pack_linear(
+            address(weight), self.num_columns, self._depth, address(self._packed), num_threads()
+        )
+
+    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`."""
+        rows = _as_rows(rows, self._depth)
+        if out is None:
+            out = rows.new_empty(rows.shape[0], self.num_columns)
+        self._kernels.linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.shape[0],
+            self._depth,
+            self._packed.data_ptr(),
+            address(self._bias),
+            self.num_columns,
+            out.data_ptr(),
+            self.num_columns,
+            num_threads(),
+        )
+        return out
+
+
+class Int8Linear:
+    """int8 weights with a scale per output, int16 activations with a scale per row: w8a16."""
+
+    kind: LinearKind = "int8"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
+        _check_weight(weight)
+        self.num_columns, self._depth = weight.shape
+        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self._kernels = kernels
+        self._scales = weight.abs().amax(dim=1) / 127.0
+        safe_scales = torch.where(self._scales > 0, self._scales, 1.0)
+        quantized = torch.empty(weight.shape, dtype=torch.int8)
+        for start in range(0, self.num_columns, _MEASURED_COLUMNS):
+            part = slice(start, start + _MEASURED_COLUMNS)
+            quantized[part] = (weight[part] / safe_scales[part, None]).round().to(torch.int8)
+        padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
+        self._packed = torch.empty(padded * 2 * math.ceil(self._depth / 2), dtype=torch.int8)
+        kernels.pack_int8(
+            address(quantized), self.num_columns, self._depth, address(self._packed), num_threads()
+        )
+
+    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`."""
+        rows = _as_rows(rows, self._depth)
+        if out is None:
+            out = rows.new_empty(rows.shape[0], self.num_columns)
+        self._kernels.linear_int8(
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.shape[0],
+            self._depth,
+            self._packed.data_ptr(),
+            self._scales.data_ptr(),
+            address(self._bias),
+            self.num_columns,
+            out.data_ptr(),
+            self.num_columns,
+            num_threads(),
+        )
+        return out
+
+
+def choose_linear(
+    weight: Tensor, bias: Tensor | None, *, mode: LinearMode, kernels: CPUKernels | None
+) -> Linear:
+    """The best linear layer for a float32 weight `[N, K]`.
+
+    "fast" measures what this machine has; "deterministic" gives every row the same bits in any
+    company and in any run; "w8a16" rounds the weight to int8. Raises `KernelsUnavailable` if the
+    mode needs compiled kernels and there are none.
+    """
+    if mode == "fast":
+        num_columns, depth = weight.shape
+        columns = min(num_columns, _MEASURED_COLUMNS)
+        kind = _fastest_kind(columns, depth, kernels, num_threads())
+        return _make(kind, weight, bias, kernels)
+    if kernels is None:
+        raise KernelsUnavailable(f"linear layers in mode {mode} need the compiled CPU kernels")
+    return _make("packed" if mode == "deterministic" else "int8", weight, bias, kernels)
+
+
+@functools.lru_cache(maxsize=1)
+def has_prepacked_linear() -> bool:
+    """Whether torch's private functions for prepacked weights exist here and compute rightly."""
+    try:
+        weight, rows = torch.eye(16)[:, :8].contiguous(), torch.arange(24.0).view(3, 8)
+        product = PrepackedLinear(weight)(rows)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.equal(product, rows @ weight.t())
+
+
+def seconds_per_call(linear: Linear, rows: Tensor) -> float:
+    """The shortest of several calls."""
+    best = math.inf
+    linear(rows)
+    end = time.perf_counter() + _SECONDS_PER_MEASUREMENT
+    while True:
+        start = time.perf_counter()
+        linear(rows)
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best
+
+
+@functools.lru_cache(maxsize=64)
+def _fastest_kind(
+    num_columns: int, depth: int, kernels: CPUKernels | None, threads: int
+) -> LinearKind:
+    """The kind with the lowest geometric mean of times over `_MEASURED_ROWS`."""
+    weight = torch.full((num_columns, depth), 0.5)
+    kinds: list[LinearKind] = ["torch"]
+    if has_prepacked_linear():
+        kinds.append("onednn")
+    if kernels is not None:
+        kinds.append("packed")
+    inputs = [torch.full((count, depth), 0.5) for count in _MEASURED_ROWS]
+
+    def cost(kind: LinearKind) -> float:
+        linear = _make(kind, weight, None, kernels)
+        return sum(math.log(seconds_per_call(linear, rows)) for rows in inputs)
+
+    return min(kinds, key=cost)
+
+
+def _make(
+    kind: LinearKind, weight: Tensor, bias: Tensor | None, kernels: CPUKernels | None
+) -> Linear:
+    if kind == "torch":
+        return TorchLinear(weight, bias)
+    if kind == "onednn":
+        return PrepackedLinear(weight, bias)
+    assert kernels is not None
+    if kind == "packed":
+        return PackedLinear(weight, bias, kernels)
+    return Int8Linear(weight, bias, kernels)
+
+
+def _check_weight(weight: Tensor) -> None:
+    if weight.dtype != torch.float32 or weight.dim() != 2:
+        raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}, not float32 [N, K]")
+
+
+def _as_rows(rows: Tensor, depth: int) -> Tensor:
+    if rows.dtype != torch.float32 or rows.dim() != 2 or rows.shape[1] != depth:
+        raise ValueError(f"rows are {rows.dtype} {list(rows.shape)}, not float32 [T, {depth}]")
+    return rows if rows.stride(1) == 1 else rows.contiguous()
