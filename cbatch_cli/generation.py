@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from cbatch_cli.engine.client import EngineClient
@@ -28,7 +28,9 @@ class TextGeneration:
         self._requests: dict[RequestKey, Request] = {}
         client.token_listener = self._on_tokens
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[tuple[Request, RequestOutput]]:
+    def generate(
+        self, requests: Iterable[Request]
+    ) -> Generator[tuple[Request, RequestOutput], None, None]:
         """Run `requests`, pulled lazily on another thread; outputs hold ids, not yet text."""
         for output in self._client.generate(map(self._follow, requests)):
             self._watcher.discard(output.key)

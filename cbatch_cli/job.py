@@ -12,9 +12,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any
+
+import pyarrow as pa
 
 from cbatch_cli import __version__
 from cbatch_cli.assembly import (
@@ -27,7 +29,6 @@ from cbatch_cli.assembly import (
 )
 from cbatch_cli.config import JobConfig, resolved_dict
 from cbatch_cli.data.columns import ColumnEncoder
-from cbatch_cli.data.fingerprint import require_same
 from cbatch_cli.data.job_input import open_job_input
 from cbatch_cli.data.journal import Journal
 from cbatch_cli.data.output_schema import output_schema
@@ -36,17 +37,16 @@ from cbatch_cli.data.parquet_sink import ParquetSink
 from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.row import Row
 from cbatch_cli.data.sources import Source
-from cbatch_cli.data.spool import discard_spools
 from cbatch_cli.data.work_dir import WorkDir
 from cbatch_cli.errors import RowError, RunInterruptedError
 from cbatch_cli.generation import TextGeneration
 from cbatch_cli.guards import ErrorGuard
 from cbatch_cli.interrupts import Interrupts
 from cbatch_cli.job_progress import JobProgress, OnProgress, Ticking
-from cbatch_cli.job_rows import JobRows, RowToRun
+from cbatch_cli.job_rows import JobRows
 from cbatch_cli.job_writer import Answer, JobWriter, RowCounts
-from cbatch_cli.request import FinishReason, Request, RequestKey, SamplingParams
-from cbatch_cli.resume import RunPlan, job_fingerprint, plan_run, settled_by_model
+from cbatch_cli.request import FinishReason, Request, SamplingParams
+from cbatch_cli.resume import RunPlan, job_fingerprint, plan_run, settled_by_model, tidy_spools
 from cbatch_cli.text.prompts import PromptEncoder
 from cbatch_cli.text.templates import read_template
 
@@ -71,6 +71,7 @@ def run_job(
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         work_dir = stack.enter_context(WorkDir(target.work_dir))
+        stack.callback(tidy_spools, work_dir)
         source, prompt = open_job_input(config, spool_dir=work_dir.path)
         template = None if config.template is None else read_template(config.template)
         plan = plan_run(
@@ -84,14 +85,18 @@ def run_job(
         )
         if plan.summary is not None:
             log(f"{target.path} is done already; there is nothing to run")
+            plan.end(work_dir, plan.settled or {}, plan.summary)
             return plan.summary
         engine = loader.load(config.model, config.engine, log)
         params = resolve_sampling(config.sampling_options, engine.generation_defaults)
         log(f"sampling: {_describe(params)}")
         settled = settled_by_model(params, engine.description.get("dtype"))
-        if plan.settled is not None:
-            require_same(settled, plan.settled, output=str(target.path))
-        work_dir.write_run(plan.run_file(settled, summary=None))
+        passthrough = source.arrow_schema(prompt)
+        schema = output_schema(
+            passthrough,
+            output_column=config.output_column,
+            return_token_ids=config.return_token_ids,
+        )
         encoder = PromptEncoder(
             tokenizer=engine.tokenizer,
             prompt=prompt,
@@ -103,21 +108,23 @@ def run_job(
             kv_capacity_tokens=engine.client.max_sequence_tokens,
         )
         stack.callback(encoder.close)
+        # Whatever could be wrong with the command has been told by now.
+        plan.begin(work_dir, target, source, settled)
         job = _BatchJob(
             config=config,
             target=target,
             plan=plan,
             source=source,
             prompt=prompt,
+            columns=ColumnEncoder(passthrough),
+            schema=schema,
             encoder=encoder,
             engine=engine,
             params=params,
             log=log,
         )
         summary = job.run(on_progress, interrupts)
-        work_dir.write_run(plan.run_file(settled, summary))
-        job.discard_work()
-        discard_spools(work_dir.path)
+        plan.end(work_dir, settled, summary)
         return summary
 
 
@@ -132,6 +139,8 @@ class _BatchJob:
         plan: RunPlan,
         source: Source,
         prompt: PromptColumns,
+        columns: ColumnEncoder,
+        schema: pa.Schema,
         encoder: PromptEncoder,
         engine: LoadedEngine,
         params: SamplingParams,
@@ -149,8 +158,9 @@ class _BatchJob:
         self._in_engine: dict[int, Row] = {}
         self._counts = RowCounts(errors=plan.errors, num_resumed=plan.num_rows)
         self._counts.num_ok = plan.num_rows - self._counts.num_failed
-        passthrough = source.arrow_schema(prompt)
         self._journal = Journal.open(target.work_dir)
+        for part in plan.parts.values():
+            self._journal.drop(part.rows)
         self._rows = JobRows(
             source=source,
             prompt=prompt,
@@ -161,12 +171,8 @@ class _BatchJob:
         )
         self._sink = ParquetSink(
             target=target,
-            schema=output_schema(
-                passthrough,
-                output_column=config.output_column,
-                return_token_ids=config.return_token_ids,
-            ),
-            encoder=ColumnEncoder(passthrough),
+            schema=schema,
+            encoder=columns,
             rows_per_part=config.rows_per_part,
             metadata=self.metadata,
             durable=plan.parts,
@@ -207,7 +213,7 @@ class _BatchJob:
         interrupts.on_first = self._engine.client.stop
         try:
             with Ticking(on_progress, progress.snapshot):
-                self._answer_all()
+                self._answer_all(interrupts)
             if interrupts.received is not None:
                 raise self._interrupted(interrupts.received)
             interrupts.on_first = _finish_first
@@ -217,34 +223,34 @@ class _BatchJob:
             self._sink.abort()
             self._journal.close()
             raise
+        self._journal.close()
         return summary
 
-    def discard_work(self) -> None:
-        """Remove what only an interrupted run would need."""
-        self._journal.remove()
-        for results in self._plan.reopened:
-            results.close()
-
-    def _answer_all(self) -> None:
+    def _answer_all(self, interrupts: Interrupts) -> None:
         """Run the engine over the rows until they are answered, a signal or a failure."""
-        for request, output in self._generation.generate(self._requests()):
-            row = self._in_engine.pop(request.key.row)
-            if output.finish_reason is FinishReason.CANCELLED:
-                if output.token_ids:
-                    self._journal.append_partial(
-                        row.index, row.content_hash, output.token_ids, request.attempt
-                    )
-                continue
-            self._writer.put(row, Answer(request, output))
-            if self._writer.error is not None:
-                break
-        self._writer.close()
+        try:
+            with closing(self._generation.generate(self._requests(interrupts))) as answers:
+                for request, output in answers:
+                    row = self._in_engine.pop(request.key.row)
+                    if output.finish_reason is not FinishReason.CANCELLED:
+                        self._writer.put(row, Answer(request, output))
+                    elif output.token_ids:
+                        self._journal.append_partial(
+                            row.index, row.content_hash, output.token_ids, request.attempt
+                        )
+                    if self._writer.error is not None:
+                        break
+        finally:
+            # Also what finished before a failure is kept.
+            self._writer.close()
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self, interrupts: Interrupts) -> Iterator[Request]:
         """Requests for the engine; rows that end before it go straight to the writer."""
+        if interrupts.received is not None:
+            self._engine.client.stop()  # the signal came before there was something to stop
         to_run = self._rows.to_run(settle=self._writer.put)
         size = 1
-        while batch := list(islice(to_run, size)):
+        while (batch := list(islice(to_run, size))) and self._writer.error is None:
             size = min(2 * size, _LARGEST_BATCH)
             prompts = self._encoder.encode([entry.row for entry in batch])
             for entry, prompt in zip(batch, prompts, strict=True):
@@ -252,7 +258,7 @@ class _BatchJob:
                     self._writer.put(entry.row, prompt)
                     continue
                 self._in_engine[entry.row.index] = entry.row
-                yield _request(entry, prompt.token_ids, prompt.params)
+                yield entry.request(prompt.token_ids, prompt.params)
 
     def _interrupted(self, received: int) -> RunInterruptedError:
         self._journal.sync()
@@ -275,20 +281,6 @@ class _BatchJob:
             "output": str(self._target.path),
             "resolved": self.metadata["resolved"],
         }
-
-
-def _request(entry: RowToRun, token_ids: tuple[int, ...], params: SamplingParams) -> Request:
-    """The request of a row, which goes on where an interrupted run had come to."""
-    resumed = entry.resumed_token_ids
-    if len(resumed) >= params.max_tokens:
-        resumed = ()
-    return Request(
-        key=RequestKey(entry.row.index),
-        prompt_token_ids=token_ids,
-        params=params,
-        resumed_token_ids=resumed,
-        attempt=entry.attempt,
-    )
 
 
 def _finish_first() -> None:

@@ -11,6 +11,7 @@ from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.row import Row, RowResult
 from cbatch_cli.data.sources import Source
 from cbatch_cli.errors import ResumeMismatchError
+from cbatch_cli.request import Request, RequestKey, SamplingParams
 from cbatch_cli.resume import RunPlan
 
 
@@ -21,6 +22,19 @@ class RowToRun:
     row: Row
     resumed_token_ids: tuple[int, ...] = ()
     attempt: int = 1
+
+    def request(self, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> Request:
+        """What the engine is asked: to go on where an interrupted run had come to."""
+        resumed = self.resumed_token_ids
+        if len(resumed) >= params.max_tokens:
+            resumed = ()
+        return Request(
+            key=RequestKey(self.row.index),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            resumed_token_ids=resumed,
+            attempt=self.attempt,
+        )
 
 
 class JobRows:
@@ -74,6 +88,9 @@ class JobRows:
             else:
                 self._require_same(row, partial.content_hash)
                 yield RowToRun(row, partial.token_ids, partial.attempt + 1)
+        for part in self._plan.parts.values():
+            if part.rows.stop > self.num_read:
+                self._refuse(f"the number of rows, now {self.num_read},")
 
     def _settled(self, row: Row) -> RowResult | None:
         """The result of a row that is not to be run again."""
@@ -87,6 +104,8 @@ class JobRows:
         return None if is_tried_again else result
 
     def _check_part(self, number: int, part: PartInfo, row: Row) -> None:
+        if row.index not in part.rows:
+            self._refuse(f"the number of rows, once {part.rows.stop},")
         rows_hash = self._hashes.setdefault(number, RowsHash())
         rows_hash.add(row.content_hash)
         if rows_hash.num_rows == len(part.rows):

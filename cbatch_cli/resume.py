@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -21,7 +22,9 @@ from cbatch_cli.data.parquet_results import ParquetResults
 from cbatch_cli.data.part_info import PartInfo, find_parts
 from cbatch_cli.data.row import InputPosition, RowResult
 from cbatch_cli.data.sources import Source
+from cbatch_cli.data.spool import discard_later_spools, discard_spools
 from cbatch_cli.data.work_dir import WorkDir
+from cbatch_cli.errors import OutputError, ResumeMismatchError
 
 # Fields of the configuration that change what a row of the output holds.
 _CONTENT_FIELDS = (
@@ -46,6 +49,11 @@ class RunPlan:
     run_id: str
     fingerprint: Mapping[str, Any]
     places: list[dict[str, Any]]
+    """Where the inputs were when every row that is done was read from them."""
+    is_new: bool = True
+    """Whether nothing is taken up: what is in the way is cleared when the run begins."""
+    overwrite: bool = False
+    """Whether the run began by replacing what was there, so that its command says so again."""
     summary: dict[str, Any] | None = None
     """Of a job that is done: nothing is to be run."""
     settled: Mapping[str, Any] | None = None
@@ -76,12 +84,40 @@ class RunPlan:
                 return results.result(row_index)
         return None
 
+    def begin(
+        self, work_dir: WorkDir, target: OutputTarget, source: Source, settled: Mapping[str, Any]
+    ) -> None:
+        """Clear away what is not taken up and put down what the run is; the first row may follow.
+
+        Raises `ResumeMismatchError` if the model has settled something else than before.
+        """
+        if self.settled is not None:
+            require_same(settled, self.settled, output=str(target.path))
+        if self.is_new:
+            work_dir.start_over()
+            target.clear()
+            discard_spools(work_dir.path, keep={Path(file.location) for file in source.files})
+        else:
+            work_dir.discard_unfinished()
+        work_dir.write_run(self.run_file(settled, summary=None))
+
+    def end(
+        self, work_dir: WorkDir, settled: Mapping[str, Any], summary: Mapping[str, Any]
+    ) -> None:
+        """Put down that the run is done, and remove what only an unfinished one needs."""
+        work_dir.write_run(self.run_file(settled, summary))
+        work_dir.discard_work()
+        discard_spools(work_dir.path)
+        for results in self.reopened:
+            results.close()
+
     def run_file(self, settled: Mapping[str, Any], summary: Mapping[str, Any] | None) -> Any:
         """What the work directory keeps of the run."""
         return {
             "run_id": self.run_id,
             "fingerprint": self.fingerprint,
             "places": self.places,
+            "overwrite": self.overwrite,
             "settled": settled,
             "retry_errors": self.retry_errors and summary is None,
             "summary": summary,
@@ -115,34 +151,65 @@ def plan_run(
     source: Source,
     fingerprint: Mapping[str, Any],
 ) -> RunPlan:
-    """Decide, under the work dir's lock, and clear away what must not be taken up.
+    """Decide, under the work dir's lock, what is to be done; nothing is changed yet.
 
     Raises `ResumeMismatchError` when the work dir belongs to a different job, `UsageError` when
     the target is in the way.
     """
     plan = RunPlan(
-        run_id=uuid.uuid4().hex, fingerprint=fingerprint, places=inputs_places(source.files)
+        run_id=uuid.uuid4().hex,
+        fingerprint=fingerprint,
+        places=inputs_places(source.files),
+        overwrite=config.overwrite,
     )
-    earlier = None if config.overwrite else work_dir.read_run()
-    is_done = earlier is not None and _is_done(earlier, target)
-    if earlier is not None and earlier["summary"] and not is_done:
+    earlier = _earlier_run(config, work_dir, target, fingerprint)
+    summary = None if earlier is None else _done_summary(earlier, target)
+    if earlier is not None and earlier["summary"] and summary is None:
         earlier = None  # the answers were taken away
-    if earlier is None or (config.no_resume and not is_done):
-        target.prepare(overwrite=config.overwrite or earlier is not None)
-        work_dir.start_over()
+    if earlier is None or config.no_resume:
+        is_in_our_way = earlier is not None and summary is None
+        target.prepare(overwrite=config.overwrite or is_in_our_way)
         return plan
-    if config.no_resume:
-        target.prepare(overwrite=False)
     require_same(fingerprint, earlier["fingerprint"], output=str(target.path))
-    summary = _done_summary(earlier, target)
+    plan.is_new = False
+    plan.settled = earlier["settled"]
+    plan.overwrite = earlier["overwrite"]
     plan.retry_errors = config.retry_errors or earlier["retry_errors"]
+    is_same_place = plan.places == earlier["places"]
+    # Kept even if they are others now: what has moved is not yet known to be what it was.
+    plan.places = earlier["places"]
     if summary is not None and not (plan.retry_errors and summary["rows_failed"]):
+        plan.run_id = earlier["run_id"]
         plan.summary = summary
         return plan
     plan.run_id = earlier["run_id"] if summary is None else plan.run_id
-    plan.settled = earlier["settled"]
-    _take_up(plan, config, target, source, is_same_place=plan.places == earlier["places"])
+    _take_up(plan, config, target, source, is_same_place=is_same_place)
     return plan
+
+
+def tidy_spools(work_dir: WorkDir) -> None:
+    """Remove the copies of inputs that no run will read: that of one which was refused."""
+    if work_dir.has_run:
+        discard_later_spools(work_dir.path)
+    else:
+        discard_spools(work_dir.path)
+
+
+def _earlier_run(
+    config: JobConfig, work_dir: WorkDir, target: OutputTarget, fingerprint: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The run that the work directory tells of, unless it is to be replaced unseen."""
+    if not config.overwrite:
+        return work_dir.read_run()
+    # A run that began with this command goes on with it. Any other, and one that is done, was
+    # told to give way.
+    try:
+        earlier = work_dir.read_run()
+    except (OutputError, ResumeMismatchError):
+        return None
+    if earlier is None or not earlier["overwrite"] or earlier["fingerprint"] != fingerprint:
+        return None
+    return earlier if _done_summary(earlier, target) is None else None
 
 
 def _take_up(
@@ -168,10 +235,6 @@ def _take_up(
 def _open_results(target: OutputTarget, number: int, config: JobConfig) -> ParquetResults:
     path = target.part_path(number)
     return ParquetResults(path, with_token_ids=config.return_token_ids)
-
-
-def _is_done(run: Mapping[str, Any], target: OutputTarget) -> bool:
-    return _done_summary(run, target) is not None
 
 
 def _done_summary(run: Mapping[str, Any], target: OutputTarget) -> dict[str, Any] | None:

@@ -148,12 +148,6 @@ class Journal:
         if not self._is_failure_told:
             self._raise_failure()
 
-    def remove(self) -> None:
-        """Close, and remove every segment: the output holds all rows."""
-        self.close()
-        for segment in [*self._old_segments, self._segment]:
-            durable_io.unlink(segment.path)
-
     def _append(self, entry: JournalEntry) -> None:
         record = encode_record(entry)
         with self._changed:

@@ -49,14 +49,22 @@ class OutputTarget:
     def prepare(self, *, overwrite: bool) -> None:
         """Make sure that the target can be written; to be called under the work dir's lock.
 
-        A folder is created, or emptied of its parts under `overwrite`; a file keeps its old
-        content until the new one replaces it. Raises `UsageError` naming the ways out, and
-        `OutputError`.
+        A folder is created. Answers that are there are left alone. Raises `UsageError` naming
+        the ways out, and `OutputError`.
         """
         if self.is_directory:
             self._prepare_directory(overwrite=overwrite)
         elif os.path.lexists(self.path) and not overwrite:
             raise UsageError(_already_there(self.path))
+
+    def clear(self) -> None:
+        """Remove the parts from a folder; a file stays whole until the new one replaces it."""
+        if not self.is_directory:
+            return
+        for name in durable_io.list_dir(self.path):
+            if PART_NAME.fullmatch(name):
+                durable_io.unlink(self.path / name)
+        durable_io.fsync_dir(self.path)
 
     def _prepare_directory(self, *, overwrite: bool) -> None:
         durable_io.make_dir(self.path)
@@ -74,9 +82,6 @@ class OutputTarget:
                 f"{self.path} is on another file system than {self.work_dir}, so parts cannot be "
                 f"moved into it at once; choose a folder inside it, as -o {self.path}/answers/"
             )
-        for name in names:
-            durable_io.unlink(self.path / name)
-        durable_io.fsync_dir(self.path)
 
 
 def part_name(number: int) -> str:

@@ -88,11 +88,13 @@ def find_parts(target: OutputTarget) -> dict[int, PartInfo]:
 
 
 def read_part_info(path: Path) -> PartInfo | None:
-    """What the part says of itself; None if it is damaged."""
+    """What the part says of itself; None if it is damaged, for which all of it is read."""
     try:
-        metadata = pq.read_metadata(path)
-        notes = metadata.metadata or {}
-        info = PartInfo.from_dict(json.loads(notes[PART_KEY.encode()]))
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            notes = file.metadata.metadata or {}
+            info = PartInfo.from_dict(json.loads(notes[PART_KEY.encode()]))
+            row_groups = range(file.num_row_groups)
+            num_rows = sum(file.read_row_group(index).num_rows for index in row_groups)
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
         return None
-    return info if metadata.num_rows == len(info.rows) else None
+    return info if num_rows == len(info.rows) else None

@@ -67,7 +67,24 @@ def open_source(
     `spool_dir` is where stdin and pipes are copied to, None for a temporary folder. Raises
     `UsageError` for what is not there, cannot be read, or does not go together.
     """
-    files = expand_inputs(inputs, spool_dir=spool_dir)
+    return open_files(
+        expand_inputs(inputs, spool_dir=spool_dir),
+        input_format=input_format,
+        columns=columns,
+        limit=limit,
+        max_line_bytes=max_line_bytes,
+    )
+
+
+def open_files(
+    files: Sequence[InputFile],
+    *,
+    input_format: str = "auto",
+    columns: str = "all",
+    limit: int | None = None,
+    max_line_bytes: int = 64 * 2**20,
+) -> Source:
+    """The rows of files that have been found; as `open_source` otherwise."""
     file_format = _common_format(files, input_format)
     if file_format == "parquet":
         return ParquetSource(files, columns=columns, limit=limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,12 @@ from cbatch_cli.data import durable_io
 from cbatch_cli.data.journal_records import SEGMENT_NAME
 from cbatch_cli.data.json_text import dump_json
 from cbatch_cli.data.output_target import PART_NAME
-from cbatch_cli.errors import OutputLockedError
+from cbatch_cli.errors import OutputError, OutputLockedError, ResumeMismatchError
 
 LOCK_NAME = "lock"
 RUN_NAME = "run.json"
+FORMAT = 1
+"""Of everything in the directory: raised when a run could no longer take up what is there."""
 
 
 class WorkDir:
@@ -29,8 +32,7 @@ class WorkDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        durable_io.make_dir(path)
-        self._lock = durable_io.lock(path / LOCK_NAME)
+        self._lock = _lock(path)
         if self._lock is None:
             raise OutputLockedError(
                 f"{path} is locked by another run{_owner(path / LOCK_NAME)}; "
@@ -39,23 +41,54 @@ class WorkDir:
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Store what this job is, as `run.json`, in a way that survives power loss."""
-        durable_io.write_durably(self.path / RUN_NAME, dump_json(run))
+        durable_io.write_durably(self.path / RUN_NAME, dump_json({"format": FORMAT, **run}))
 
     def read_run(self) -> dict[str, Any] | None:
-        """What `write_run` stored; None where there is nothing that can be read."""
+        """What `write_run` stored; None where it never did.
+
+        Raises `OutputError` for what cannot be read: to take it for nothing would give up all
+        that is done. Raises `ResumeMismatchError` for what another version has left.
+        """
+        path = self.path / RUN_NAME
         try:
-            run = orjson.loads((self.path / RUN_NAME).read_bytes())
-        except (OSError, ValueError):
+            run = _load_json(path.read_bytes())
+        except FileNotFoundError:
             return None
-        return run if isinstance(run, dict) else None
+        except OSError as error:
+            raise OutputError(f"cannot read {path}: {error.strerror or error}") from error
+        except ValueError:
+            raise OutputError(f"{path} is damaged; start over with --overwrite") from None
+        if run.get("format") != FORMAT:
+            raise ResumeMismatchError(
+                f"{self.path} was left by another version of cbatch; use that one to resume, "
+                "start over with --overwrite, or choose another output with -o"
+            )
+        return run
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there is a run that `write_run` has stored."""
+        return (self.path / RUN_NAME).exists()
 
     def start_over(self) -> None:
-        """Remove the parts, the journal and the unfinished files of a run that died."""
+        """Forget the run: `run.json` goes first, since it vouches for all the other files."""
+        durable_io.unlink(self.path / RUN_NAME)
+        durable_io.fsync_dir(self.path)
+        self.discard_work()
+        durable_io.fsync_dir(self.path)
+
+    def discard_work(self) -> None:
+        """Remove parts, journal and unfinished files, which a run that is done needs no more."""
         for name in durable_io.list_dir(self.path):
             is_part = PART_NAME.fullmatch(name) is not None
             if is_part or name.endswith(".tmp") or SEGMENT_NAME.fullmatch(name):
                 durable_io.unlink(self.path / name)
-        durable_io.fsync_dir(self.path)
+
+    def discard_unfinished(self) -> None:
+        """Remove the files that a run had not finished when it died."""
+        for name in durable_io.list_dir(self.path):
+            if name.endswith(".tmp"):
+                durable_io.unlink(self.path / name)
 
     def close(self) -> None:
         """Free the lock; the directory goes too if nothing was stored in it."""
@@ -79,6 +112,30 @@ class WorkDir:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _lock(path: Path) -> int | None:
+    """Lock the directory, made if it is not there; None if another process has the lock."""
+    while True:
+        durable_io.make_dir(path)
+        try:
+            return durable_io.lock(path / LOCK_NAME)
+        except OutputError as error:
+            # Its owner removed it between the two steps.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+
+
+def _load_json(data: bytes) -> dict[str, Any]:
+    """Raises `ValueError` for what is no object."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        # It takes no lone surrogates, which stand for bytes of a file name that is not UTF-8.
+        value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
 
 
 def _owner(lock: Path) -> str:

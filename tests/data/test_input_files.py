@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbatch_cli.data.input_files import InputFile, expand_inputs, natural_key
-from cbatch_cli.data.spool import discard_spools
+from cbatch_cli.data.spool import discard_later_spools, discard_spools
 from cbatch_cli.errors import UsageError
 from tests.data.input_reading import open_inputs, read_rows, read_table
 
@@ -134,11 +134,31 @@ def test_stdin_is_kept_for_later_runs(
     assert len(read_rows("-", spool_dir=spool_dir)) == 3
     set_stdin(monkeypatch, b"", is_terminal=True)
     assert len(read_rows("-", spool_dir=spool_dir)) == 3
+    set_stdin(monkeypatch, compress(ROW * 3))
+    assert len(read_rows("-", spool_dir=spool_dir)) == 3
+    assert os.listdir(spool_dir) == ["stdin.spool"]
     set_stdin(monkeypatch, ROW * 5)
     rows = read_rows("-", spool_dir=spool_dir)
     assert [row.source_file for row in rows] == ["stdin"] * 5
     discard_spools(spool_dir)
     assert os.listdir(spool_dir) == []
+
+
+def test_other_rows_on_stdin_do_not_replace_those_of_a_run_that_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in (3, 4, 5):
+        set_stdin(monkeypatch, ROW * count)
+        assert len(read_rows("-", spool_dir=tmp_path)) == count
+    set_stdin(monkeypatch, b"")
+    assert len(read_rows("-", spool_dir=tmp_path)) == 3
+    discard_spools(tmp_path, keep={tmp_path / "stdin.2.spool"})
+    set_stdin(monkeypatch, b"")
+    assert len(read_rows("-", spool_dir=tmp_path)) == 4
+    set_stdin(monkeypatch, ROW * 9)
+    assert len(read_rows("-", spool_dir=tmp_path)) == 9
+    discard_later_spools(tmp_path)
+    assert os.listdir(tmp_path) == ["stdin.2.spool"]
 
 
 def test_stdin_may_hold_parquet_and_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,15 +219,34 @@ def test_the_first_result_of_a_row_wins(tmp_path: Path) -> None:
 
 
 def test_the_last_partial_of_an_unfinished_row_counts(tmp_path: Path) -> None:
-    write_segment(tmp_path, 1, [partial_entry(1, 7), partial_entry(2, 8), result_entry(3)])
+    write_segment(tmp_path, 1, [partial_entry(1, 7), partial_entry(2, 8), result_entry(4)])
     later = partial_entry(1, 7, 9, attempt=2)
-    write_segment(tmp_path, 2, [later, result_entry(2), partial_entry(3, 5)])
+    write_segment(tmp_path, 2, [later, result_entry(2), partial_entry(4, 5)])
 
     replayed = replay(tmp_path)
 
     assert replayed.partials == {1: later}
-    assert sorted(replayed.results) == [2, 3]
-    assert [segment.rows for segment in replayed.segments] == [{1, 2, 3}, {1, 2, 3}]
+    assert sorted(replayed.results) == [2, 4]
+    assert [segment.rows for segment in replayed.segments] == [{1, 2, 4}, {1, 2, 4}]
+
+
+def test_a_failed_row_that_is_tried_again_may_be_interrupted_and_may_succeed(
+    tmp_path: Path,
+) -> None:
+    failed = result_entry(3)
+    assert failed.result.error is not None
+    again = partial_entry(3, 5)
+    write_segment(tmp_path, 1, [partial_entry(3, 4), failed, again])
+    replayed = replay(tmp_path)
+    assert replayed.partials == {3: again} and replayed.result(3) == failed
+
+    answer = JournaledResult(
+        content_hash=failed.content_hash,
+        result=replace(result_entry(4).result, row_index=3),
+    )
+    write_segment(tmp_path, 2, [answer, failed])
+    replayed = replay(tmp_path)
+    assert replayed.partials == {} and replayed.result(3) == answer
 
 
 def test_a_result_that_is_gone_when_it_is_asked_for_is_an_error(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def test_an_existing_file_needs_overwrite_and_stays_until_it_is_replaced() -> No
     with pytest.raises(UsageError, match=r"out.parquet exists already.*-o.*--overwrite"):
         target.prepare(overwrite=False)
     target.prepare(overwrite=True)
+    target.clear()
 
     assert target.path.read_bytes() == b"precious"
 
@@ -121,6 +122,8 @@ def test_a_folder_is_made_or_emptied_of_parts_only_when_told() -> None:
         target.prepare(overwrite=False)
     assert sorted(os.listdir(target.path)) == names
     target.prepare(overwrite=True)
+    assert sorted(os.listdir(target.path)) == names
+    target.clear()
     assert os.listdir(target.path) == []
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cbatch_cli.data import durable_io
 from cbatch_cli.data.work_dir import WorkDir
-from cbatch_cli.errors import OutputLockedError
+from cbatch_cli.errors import OutputError, OutputLockedError, ResumeMismatchError
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
@@ -38,7 +39,44 @@ def test_the_run_is_stored_whatever_it_holds(tmp_path: Path) -> None:
 
     assert os.listdir(tmp_path / "work") == ["run.json"]
     run = json.loads((tmp_path / "work" / "run.json").read_bytes())
-    assert run == {"path": "x", "nan": None, "inputs": ["a\udcff", "b"]}
+    assert run == {"format": 1, "path": "x", "nan": None, "inputs": ["a\udcff", "b"]}
+    with WorkDir(tmp_path / "work") as work_dir:
+        assert work_dir.read_run() == run
+
+
+def test_a_run_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    with WorkDir(tmp_path / "work") as work_dir:
+        assert work_dir.read_run() is None and not work_dir.has_run
+        path = tmp_path / "work" / "run.json"
+        for damaged in (b"", b"{", b"[]", b"\xff", b"{}" + bytes(9)):
+            path.write_bytes(damaged)
+            with pytest.raises(OutputError, match=r"run\.json is damaged.*--overwrite"):
+                work_dir.read_run()
+        path.write_bytes(b'{"format": 2}')
+        with pytest.raises(ResumeMismatchError, match="another version"):
+            work_dir.read_run()
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(OutputError, match="cannot read"):
+            work_dir.read_run()
+
+
+def test_a_directory_that_its_owner_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_locks = 0
+
+    def remove_first(step: str, path: Path) -> None:
+        nonlocal num_locks
+        if step == "before lock":
+            num_locks += 1
+            if num_locks == 1:
+                path.parent.rmdir()
+
+    monkeypatch.setattr(durable_io, "on_step", remove_first)
+    with WorkDir(tmp_path / "work"):
+        assert os.listdir(tmp_path / "work") == ["lock"]
+    assert num_locks == 2
 
 
 def test_starting_over_removes_what_is_ours_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -56,5 +94,10 @@ def test_starting_over_removes_what_is_ours_and_keeps_the_rest(tmp_path: Path) -
         (path / name).touch()
 
     with WorkDir(path) as work_dir:
-        work_dir.start_over()
+        work_dir.discard_unfinished()
+        kept = ["journal-000001.bin", "lock", "notes.txt", "part-00000.parquet", "run.json"]
+        assert sorted(os.listdir(path)) == kept
+        work_dir.discard_work()
         assert sorted(os.listdir(path)) == ["lock", "notes.txt", "run.json"]
+        work_dir.start_over()
+        assert sorted(os.listdir(path)) == ["lock", "notes.txt"]
