@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.config import EngineConfig
+from cbatch_cli.engine.admission import ContinuousAdmission, StaticAdmission
 from cbatch_cli.engine.client import EngineClient
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.kv_blocks import KVBlocks
 from cbatch_cli.engine.memory import available_memory
-from cbatch_cli.engine.scheduler import ContinuousAdmission, Scheduler, StaticAdmission
+from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.errors import UsageError
 from cbatch_cli.request import SamplingParams
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
+    from cbatch_cli.models.padded_generate import PaddedGenerator
 
 DEFAULT_MAX_TOKENS = 256
 CPU_MEMORY_SHARE = 0.25
@@ -80,6 +83,7 @@ class LoadedModel:
     model: HFModel
     tokenizer: PreTrainedTokenizerBase
     load_s: float
+    trust_remote_code: bool
 
     def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
         """An engine with a KV cache of its own; the one before it must not be used any more.
@@ -103,6 +107,23 @@ class LoadedModel:
                 **dataclasses.asdict(limits),
             },
             load_s=self.load_s + time.monotonic() - start,
+        )
+
+    def release_engine(self) -> None:
+        """Give the KV cache of the engine built last back; it must not be used any more."""
+        self.model.unbind()
+        # An engine and who listens to it hold each other.
+        gc.collect()
+
+    def padded_generator(self) -> PaddedGenerator:
+        """The same weights, loaded once more, as transformers runs them."""
+        from cbatch_cli.models.padded_generate import PaddedGenerator
+
+        return PaddedGenerator.load(
+            self.files,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            trust_remote_code=self.trust_remote_code,
         )
 
 
@@ -134,6 +155,7 @@ def load_for_engines(model_name: str, config: EngineConfig) -> LoadedModel:
         model=model,
         tokenizer=tokenizer.result(),
         load_s=time.monotonic() - start,
+        trust_remote_code=config.trust_remote_code,
     )
 
 

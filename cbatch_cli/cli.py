@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -143,10 +143,9 @@ def run(
     Defaults of sampling come from the model's generation config; a row's own sampling_params
     column goes before the options.
     """
-    options = _settings(ctx)
 
     def action() -> int:
-        config = build_job_config(options, config_file=config_file)
+        config = build_job_config(_settings(ctx), config_file=config_file)
         if dump_config:
             _print_data(to_toml(config))
             return 0
@@ -184,14 +183,12 @@ def bench(
 ) -> int:
     """Measure throughput on a workload, continuous batching beside static.
 
-    Nothing is written but the numbers. Every run starts with an empty KV cache; loading the model
-    does not count.
+    Every run starts with an empty KV cache, and loading the model does not count.
     """
-    options = _settings(ctx)
 
     def action() -> int:
         config = build_bench_config(
-            options,
+            _settings(ctx),
             inputs=workload or (),
             num_prompts=num_prompts,
             schedulers=schedulers,
@@ -218,8 +215,6 @@ def _settings(ctx: typer.Context) -> dict[str, Any]:
 
 
 def _run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
-    import orjson
-
     from cbatch_cli.bench.runner import run_bench
     from cbatch_cli.bench.table import bench_table
 
@@ -228,16 +223,11 @@ def _run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
             print(line, file=sys.stderr, flush=True)
 
     result = run_bench(config, log=log)
-    if json_result:
-        _print_data(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE).decode())
-    else:
-        _print_data(bench_table(result))
+    _print_data(_json_text(result) if json_result else bench_table(result))
     return 0
 
 
 def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
-    import orjson
-
     from cbatch_cli.job import run_job
     from cbatch_cli.progress import open_progress
 
@@ -252,22 +242,17 @@ def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
     finally:
         progress.close()
     if json_summary:
-        _print_data(orjson.dumps(summary, option=orjson.OPT_APPEND_NEWLINE).decode())
+        _print_data(_json_text(summary))
     elif not quiet:
         progress.show_summary(summary)
     return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
 
 
 def _dry_run(config: JobConfig, *, json_summary: bool) -> int:
-    import orjson
-
     from cbatch_cli.dry_run import describe_job, dry_run_text
 
     description = describe_job(config)
-    if json_summary:
-        _print_data(orjson.dumps(description, option=orjson.OPT_APPEND_NEWLINE).decode())
-    else:
-        _print_data(dry_run_text(description))
+    _print_data(_json_text(description) if json_summary else dry_run_text(description))
     return 0
 
 
@@ -300,6 +285,12 @@ def _explain(error: BaseException) -> tuple[int, str]:
 def _print_error(message: str) -> None:
     line = " ".join(message.split())
     print(f"cbatch: error: {line}", file=sys.stderr)
+
+
+def _json_text(value: Mapping[str, Any]) -> str:
+    import orjson
+
+    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE).decode()
 
 
 def _print_data(text: str) -> None:

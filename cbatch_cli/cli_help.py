@@ -16,7 +16,7 @@ _DEFAULTS = {
     for field in dataclasses.fields(config)
     if field.default is not dataclasses.MISSING
 }
-_SECTIONS = ("Input", "Prompts", "Sampling", "Engine", "Output", "Terminal")
+_SECTIONS = ("Benchmark", "Input", "Prompts", "Sampling", "Engine", "Output", "Terminal")
 
 
 class SectionedCommand(TyperCommand):
@@ -24,7 +24,8 @@ class SectionedCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What follows the command's name on the usage line."""
-        return ["INPUT...", "[OPTIONS]"]
+        arguments = (p for p in self.get_params(ctx) if p.param_type_name == "argument")
+        return [*(_argument_text(argument) for argument in arguments), "[OPTIONS]"]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write every option under the heading that it was declared with."""
@@ -32,12 +33,18 @@ class SectionedCommand(TyperCommand):
         for parameter in self.get_params(ctx):
             section = getattr(parameter, "rich_help_panel", None) or "Terminal"
             if parameter.param_type_name == "argument":
-                records[section].append(("INPUT...", getattr(parameter, "help", "")))
+                records[section].append((_argument_text(parameter), getattr(parameter, "help", "")))
             elif record := parameter.get_help_record(ctx):
                 records[section].append(record)
         for section, lines in records.items():
-            with formatter.section(section):
-                formatter.write_dl(lines, col_max=34)
+            if lines:
+                with formatter.section(section):
+                    formatter.write_dl(lines, col_max=34)
+
+
+def _argument_text(argument: Any) -> str:
+    """A repeatable argument on a help page."""
+    return f"{argument.metavar}..."
 
 
 def option(section: str, flags: str, metavar: str | None, help: str) -> Any:

@@ -1,0 +1,1 @@
+"""Throughput runs: a workload, the schedulers and transformers' own `generate` side by side."""
