@@ -11,8 +11,9 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+from cbatch_cli.engine.admission import AdmissionPolicy
 from cbatch_cli.engine.kv_blocks import KVBlocks
-from cbatch_cli.engine.scheduler import AdmissionPolicy, Scheduler
+from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.request import Request, RequestKey, SamplingParams

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cbatch_cli.engine.admission import StaticAdmission
 from cbatch_cli.engine.core import EngineCore
-from cbatch_cli.engine.scheduler import StaticAdmission
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.errors import DeviceMemoryError, EngineError, RowErrorType

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch_cli.engine.scheduler import Scheduler, StaticAdmission
+from cbatch_cli.engine.admission import StaticAdmission
+from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.request import FinishReason, Request, RequestKey
