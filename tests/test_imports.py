@@ -6,6 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,13 @@ def test_our_kernels_do_not_shadow_the_distribution_of_that_name() -> None:
         "assert 'site-packages' in kernels.__file__, kernels.__file__"
     )
     assert "cbatch_kernels" in loaded_by(statement, cwd=ROOT)
+
+
+def test_every_folder_of_sources_is_packaged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {path.parent for path in modules().values()} - {ROOT / "kernels"}
+    names = {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
+    assert names | {"cbatch_kernels"} <= set(project["tool"]["setuptools"]["packages"])
 
 
 def test_public_names_load_on_first_use() -> None:
