@@ -45,7 +45,10 @@ class EngineContender:
     def _answer(self, requests: Sequence[Request]) -> EngineStats:
         engine = self._loaded.build_engine(self._config)
         generation = TextGeneration(engine.client, engine.tokenizer)
-        for request, output in generation.generate(requests):
+        # All are queued before the first step, so that the schedule is the same in every run.
+        for request in requests:
+            generation.submit(request)
+        for request, output in generation.generate(()):
             if output.error is not None:
                 raise EngineError(f"row {request.key.row} of the workload: {output.error.message}")
         return engine.client.stats
