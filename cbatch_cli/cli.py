@@ -129,6 +129,7 @@ def run(
     retry_errors: opt.RetryErrors = None,
     on_error: opt.OnErrorName = None,
     max_errors: opt.MaxErrors = None,
+    errors_file: opt.ErrorsFile = None,
     allow_errors: opt.AllowErrors = None,
     progress: opt.Progress = None,
     json_summary: opt.JsonSummary = False,

@@ -251,6 +251,15 @@ MaxErrors = Annotated[
         "run stops if its first 100 rows all fail.",
     ),
 ]
+ErrorsFile = Annotated[
+    str | None,
+    option(
+        "Output",
+        "--errors-file",
+        "FILE.jsonl",
+        "Write the failed rows there at the end, as lines that can be run again.",
+    ),
+]
 AllowErrors = Annotated[
     bool | None, flag("Output", "--allow-errors", "Exit 0 even though some rows have an error.")
 ]

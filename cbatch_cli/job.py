@@ -29,6 +29,7 @@ from cbatch_cli.assembly import (
 )
 from cbatch_cli.config import JobConfig, resolved_dict
 from cbatch_cli.data.columns import ColumnEncoder
+from cbatch_cli.data.errors_file import check_errors_file, write_failed_rows
 from cbatch_cli.data.job_input import open_job_input
 from cbatch_cli.data.journal import Journal
 from cbatch_cli.data.output_schema import output_schema
@@ -68,6 +69,9 @@ def run_job(
     for people. On the main thread SIGINT and SIGTERM stop the run. Raises `CBatchError`.
     """
     target = resolve_target(config.output, config.inputs)
+    errors_file = None
+    if config.errors_file is not None:
+        errors_file = check_errors_file(config.errors_file, target=target, inputs=config.inputs)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         work_dir = stack.enter_context(WorkDir(target.work_dir))
@@ -85,6 +89,8 @@ def run_job(
         )
         if plan.summary is not None:
             log(f"{target.path} is done already; there is nothing to run")
+            if errors_file is not None:
+                log(write_failed_rows(errors_file, config, target, source, prompt).text)
             plan.end(work_dir, plan.settled or {}, plan.summary)
             return plan.summary
         engine = loader.load(config.model, config.engine, log)
@@ -124,6 +130,8 @@ def run_job(
             log=log,
         )
         summary = job.run(on_progress, interrupts)
+        if errors_file is not None:
+            log(write_failed_rows(errors_file, config, target, source, prompt).text)
         plan.end(work_dir, settled, summary)
         return summary
 

@@ -110,7 +110,8 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
         "--gpu-memory-utilization 0.5 --max-model-len 99 --dtype float16 --device cuda:1 "
         "--scheduler static --no-prefix-caching --trust-remote-code --output-column answer "
         "--rows-per-part 10 --return-token-ids --overwrite --no-resume --retry-errors "
-        "--on-error fail --max-errors 5% --step-timeout 60 --allow-errors --progress none"
+        "--on-error fail --max-errors 5% --errors-file e.jsonl --step-timeout 60 --allow-errors "
+        "--progress none"
     )
     assert main(arguments) == 0
     assert configs == [
@@ -142,6 +143,7 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
             retry_errors=True,
             on_error="fail",
             max_errors="5%",
+            errors_file="e.jsonl",
             allow_errors=True,
             progress="none",
             engine=EngineConfig(

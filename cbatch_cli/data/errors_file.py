@@ -31,8 +31,17 @@ SUFFIX = ".jsonl"
 class FailedRows(NamedTuple):
     """How many failed rows were written, and how many could not even be read as rows."""
 
+    path: Path
     num_written: int
     num_unreadable: int
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        text = f"{self.num_written:,} failed rows are in {self.path}, to be run again"
+        if self.num_unreadable:
+            text += f"; {self.num_unreadable:,} more could not be read as rows and cannot be"
+        return text
 
 
 def check_errors_file(text: str, *, target: OutputTarget, inputs: Sequence[str]) -> Path:
@@ -61,12 +70,7 @@ def check_errors_file(text: str, *, target: OutputTarget, inputs: Sequence[str])
 
 
 def write_failed_rows(
-    path: Path,
-    *,
-    config: JobConfig,
-    target: OutputTarget,
-    source: Source,
-    prompt: PromptColumns,
+    path: Path, config: JobConfig, target: OutputTarget, source: Source, prompt: PromptColumns
 ) -> FailedRows:
     """Write the rows of `source` that failed in the finished output `target`, all columns of them.
 
@@ -125,7 +129,7 @@ def write_errors_file(path: Path, rows: Iterable[Row], failed: Iterator[int]) ->
             file.write(pending)
         file.fsync()
     durable_io.replace(temporary, path)
-    return FailedRows(num_written, num_unreadable)
+    return FailedRows(path, num_written, num_unreadable)
 
 
 def _pick(rows: Iterable[Row], indices: Iterator[int]) -> Iterator[Row]:

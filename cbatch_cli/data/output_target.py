@@ -40,6 +40,13 @@ class OutputTarget:
         folder = self.path if self.is_directory else self.work_dir
         return folder / part_name(number)
 
+    def files(self) -> list[Path]:
+        """The files that hold the answers, in row order. Raises `OutputError`."""
+        if not self.is_directory:
+            return [self.path]
+        names = durable_io.list_dir(self.path)
+        return [self.path / name for name in names if PART_NAME.fullmatch(name)]
+
     @staticmethod
     def part_number(name: str) -> int | None:
         """The number of the part with this file name; None for any other name."""
