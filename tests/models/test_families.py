@@ -127,7 +127,11 @@ def test_self_check_accepts_the_family(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss_sinks"])
 def test_self_check_accepts_half_precision(name: str, dtype: torch.dtype) -> None:
-    self_check(wrapped(name, dtype=dtype))
+    model = wrapped(name, dtype=dtype)
+    self_check(model)
+    token_ids = torch.arange(3)
+    assert model.dtype == dtype
+    assert model.eager_logits(token_ids, token_ids).dtype == torch.float32
 
 
 def test_layers_are_recorded_as_they_are() -> None:

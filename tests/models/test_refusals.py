@@ -137,6 +137,20 @@ def test_a_keyword_that_comes_later_is_refused_then() -> None:
         self_check(wrapped)
 
 
+def test_a_layer_that_changes_its_mask_is_refused() -> None:
+    model = tiny_model("llama")
+    attention = attention_layers(model)[1]
+    forward = attention.forward
+
+    def with_bias(*args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
+        bias = torch.arange(attention_mask.shape[-1])
+        return forward(*args, attention_mask=attention_mask + bias, **kwargs)
+
+    attention.forward = with_bias
+    with pytest.raises(ModelError, match="it changes the attention mask before it attends"):
+        wrap(model)
+
+
 def test_a_layer_that_runs_twice_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[2] = model.model.layers[1]
@@ -152,6 +166,18 @@ def test_self_check_sees_a_wrong_window(name: str, change: int | None) -> None:
     assert specs[0].sliding_window is not None
     wrong = None if change is None else specs[0].sliding_window + change
     specs[0] = dataclasses.replace(specs[0], sliding_window=wrong)
+    with pytest.raises(ModelError, match="differ from those of their own attention"):
+        self_check(wrapped)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_self_check_reaches_beyond_windows_that_are_not_long(change: int) -> None:
+    config = CONFIGS["mistral_window"]()
+    config.sliding_window = 100
+    wrapped = wrap(model_of(config))
+    self_check(wrapped)
+    specs = wrapped._recording.specs
+    specs[0] = dataclasses.replace(specs[0], sliding_window=100 + change)
     with pytest.raises(ModelError, match="differ from those of their own attention"):
         self_check(wrapped)
 
@@ -206,3 +232,15 @@ def test_self_check_sees_a_backend_that_ignores_an_argument(
     monkeypatch.setattr(self_check_module, "TorchAttentionBackend", Forgetful)
     with pytest.raises(ModelError, match="differ from those of their own attention"):
         self_check(wrap(tiny_model(name)))
+
+
+def test_self_check_does_not_take_nan_for_a_small_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(TorchAttentionBackend):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(*args, **kwargs) * torch.nan
+
+    monkeypatch.setattr(self_check_module, "TorchAttentionBackend", Broken)
+    with pytest.raises(ModelError, match="by nan of the logits' spread"):
+        self_check(wrap(tiny_model("llama")))
