@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from cbatch_kernels.checks import FLOAT_DTYPES, FP8_DTYPES, Shapes, check_dtype, check_positive
-from cbatch_kernels.tiles import next_power_of_2
+from cbatch_kernels.tiles import COMPILE_OPTIONS, next_power_of_2
 from torch import Tensor
 
 _ELEMENTS_PER_PROGRAM = 2048
@@ -70,4 +70,5 @@ def store_kv(
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         IS_FP8=is_fp8,
+        **COMPILE_OPTIONS,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from cbatch_kernels.checks import FLOAT_DTYPES, Shapes, check_dtype, check_positive
-from cbatch_kernels.tiles import next_power_of_2
+from cbatch_kernels.tiles import COMPILE_OPTIONS, next_power_of_2
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -72,6 +72,7 @@ def rms_norm(
         ROUND_BEFORE_WEIGHT=round_before_weight,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(16, max(4, block_dim // 1024)),
+        **COMPILE_OPTIONS,
     )
 
 
@@ -121,6 +122,7 @@ def rope(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         IS_INTERLEAVED=is_interleaved,
+        **COMPILE_OPTIONS,
     )
 
 
@@ -154,6 +156,7 @@ def act_and_mul(gate: Tensor, up: Tensor, output: Tensor, *, activation: Activat
         DIM=shapes["D"],
         BLOCK=block,
         IS_GELU=activation == "gelu_tanh",
+        **COMPILE_OPTIONS,
     )
 
 

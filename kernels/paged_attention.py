@@ -6,16 +6,11 @@ import math
 
 import torch
 from cbatch_kernels.checks import FLOAT_DTYPES, FP8_DTYPES, Shapes, check_dtype, check_positive
-from cbatch_kernels.tiles import AttentionTiles, next_power_of_2
+from cbatch_kernels.tiles import COMPILE_OPTIONS, AttentionTiles, next_power_of_2
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
-DETERMINISTIC_SPLIT_SIZE = 512
-"""Keys per split where a row's result must not depend on the rest of the batch."""
-
 _LOG2_E = 1.0 / math.log(2.0)
-_MAX_SPLITS = 32
-_MIN_KEYS_PER_SPLIT = 256
 
 
 def paged_prefill(
@@ -55,17 +50,13 @@ def paged_prefill(
     check_dtype("query_start_loc", query_start_loc, (torch.int32,))
     _check_numbers(scale, sliding_window, softcap, k_scale, v_scale)
     group_size = shapes["H"] // shapes["KV"]
-    if group_size > tiles.block_m:
-        raise ValueError(
-            f"a tile of {tiles.block_m} rows does not hold the {group_size} heads that share a "
-            "KV head"
-        )
     if shapes["S"] == 0 or max_query_len == 0:
         return
     from cbatch_kernels.paged_attention_jit import paged_prefill_kernel
 
     score_scale, cap_log2 = _score_scales(scale * k_scale, softcap)
-    query_blocks = -(-max_query_len // (tiles.block_m // group_size))
+    block_m = max(tiles.block_m, next_power_of_2(group_size))
+    query_blocks = -(-max_query_len // (block_m // group_size))
     paged_prefill_kernel[query_blocks, shapes["KV"], shapes["S"]](
         output,
         query,
@@ -88,7 +79,7 @@ def paged_prefill(
         HEAD_DIM=shapes["D"],
         VALUE_HEAD_DIM=shapes["Dv"],
         BLOCK_SIZE=shapes["B"],
-        BLOCK_M=tiles.block_m,
+        BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_head_dim(shapes["D"]),
         BLOCK_DV=padded_head_dim(shapes["Dv"]),
@@ -97,6 +88,7 @@ def paged_prefill(
         HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **COMPILE_OPTIONS,
     )
 
 
@@ -187,6 +179,7 @@ def paged_decode(
         HAS_SINKS=sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **COMPILE_OPTIONS,
     )
     if is_partial:
         paged_decode_reduce_kernel[shapes["S"], num_heads](
@@ -200,31 +193,8 @@ def paged_decode(
             BLOCK_DV=block_dv,
             HAS_SINKS=sinks is not None,
             num_warps=1 if block_dv <= 128 else 2,
+            **COMPILE_OPTIONS,
         )
-
-
-def num_decode_splits(
-    *,
-    num_seqs: int,
-    num_kv_heads: int,
-    max_seq_len: int,
-    num_processors: int,
-    sliding_window: int | None = None,
-    split_size: int | None = None,
-) -> int:
-    """Splits that keep a device of `num_processors` busy twice over, in powers of two.
-
-    With `split_size` as many as the longest sequence, or its window, can touch.
-    """
-    num_keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window)
-    if split_size is not None:
-        # A window that does not begin at a multiple of the size reaches into one more split.
-        num_splits = -(-num_keys // split_size) + (num_keys < max_seq_len)
-        return max(1, num_splits)
-    wanted = 2 * num_processors // max(1, num_seqs * num_kv_heads)
-    useful = min(_MAX_SPLITS, num_keys // _MIN_KEYS_PER_SPLIT)
-    num_splits = max(1, min(wanted, useful))
-    return 1 << (num_splits.bit_length() - 1)
 
 
 def padded_head_dim(head_dim: int) -> int:

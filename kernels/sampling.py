@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from cbatch_kernels.checks import Shapes, check_dtype
-from cbatch_kernels.tiles import next_power_of_2
+from cbatch_kernels.tiles import COMPILE_OPTIONS, next_power_of_2
 from torch import Tensor
 
 _MAX_BLOCK = 1024
@@ -71,6 +71,7 @@ def scale_logits(
         VOCAB_SIZE=shapes["V"],
         BLOCK=block,
         HAS_PENALTIES=not absent,
+        **COMPILE_OPTIONS,
     )
 
 
@@ -108,6 +109,7 @@ def filter_thresholds(
         WAYS=1 << _WAY_BITS,
         WAY_BITS=_WAY_BITS,
         num_warps=8,
+        **COMPILE_OPTIONS,
     )
 
 
@@ -157,4 +159,5 @@ def gumbel_argmax(
         VOCAB_SIZE=shapes["V"],
         BLOCK=min(_MAX_BLOCK, next_power_of_2(-(-shapes["V"] // 4))),
         num_warps=8,
+        **COMPILE_OPTIONS,
     )

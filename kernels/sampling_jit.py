@@ -87,7 +87,7 @@ def filter_thresholds_kernel(
     if (k > 0) & (k < VOCAB_SIZE):
         found = tl.zeros([1], tl.uint32)
         for digit in range(32 // WAY_BITS):
-            shift = (32 - WAY_BITS - WAY_BITS * digit).to(tl.uint32)
+            shift = 32 - WAY_BITS - WAY_BITS * digit
             candidates = found + (ways << shift)
             counts = tl.zeros([WAYS], tl.int32)
             for start in range(0, VOCAB_SIZE, BLOCK):
@@ -106,7 +106,7 @@ def filter_thresholds_kernel(
         found = tl.zeros([1], tl.uint32)
         wanted = 0.0
         for digit in range(32 // WAY_BITS):
-            shift = (32 - WAY_BITS - WAY_BITS * digit).to(tl.uint32)
+            shift = 32 - WAY_BITS - WAY_BITS * digit
             candidates = found + (ways << shift)
             masses = tl.zeros([WAYS], tl.float32)
             for start in range(0, VOCAB_SIZE, BLOCK):

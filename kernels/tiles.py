@@ -13,6 +13,14 @@ import torch
 
 AttentionKind = Literal["prefill", "decode"]
 
+DETERMINISTIC_SPLIT_SIZE = 512
+"""Keys per split where a row's result must not depend on the rest of the batch."""
+
+# What triton would choose changes from version to version, and results with it.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
+_MAX_SPLITS = 32
+_MIN_KEYS_PER_SPLIT = 256
 _HOPPER_AND_LATER = ("sm_90", "sm_100", "sm_103")
 
 
@@ -32,13 +40,14 @@ def attention_tiles(
     head_dim: int,
     dtype: torch.dtype,
     kind: AttentionKind,
-    has_window: bool = False,
+    has_window_or_cap: bool = False,
     num_query_rows: int | None = None,
 ) -> AttentionTiles:
     """Tiles for `arch`, such as "sm_90" or "gfx942", and the larger of the two head dimensions.
 
     `num_query_rows` is how many packed rows, queries times heads of a group, a sequence has at
-    most: a tile of 16 serves few of them better. None keeps the tile the same for every batch.
+    most: a tile of 16 serves few of them better. None keeps the tile the same for every batch. A
+    window or a soft cap takes registers that a larger tile would spill.
     """
     is_wide = head_dim > 128
     if dtype == torch.float32:
@@ -53,10 +62,36 @@ def attention_tiles(
     if arch == "gfx942":
         return _tiles(64 if is_wide else 128, 32 if is_wide else 64, 8 if is_wide else 4, 1)
     if arch in _HOPPER_AND_LATER:
-        return _tiles(64, 64, 8, 2) if is_wide else _tiles(128, 64, 8, 2)
+        if not is_wide:
+            return _tiles(128, 64, 8, 2)
+        return _tiles(64, 32 if has_window_or_cap else 64, 8, 2)
     if is_wide:
         return _tiles(64, 32, 8, 2)
-    return _tiles(64, 64, 4, 2) if has_window else _tiles(128, 64, 8, 2)
+    return _tiles(128, 32 if has_window_or_cap else 64, 8, 2)
+
+
+def num_decode_splits(
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    num_processors: int,
+    sliding_window: int | None = None,
+    split_size: int | None = None,
+) -> int:
+    """Splits that keep a device of `num_processors` busy twice over, in powers of two.
+
+    With `split_size` as many as the longest sequence, or its window, can touch.
+    """
+    num_keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window)
+    if split_size is not None:
+        # A window that does not begin at a multiple of the size reaches into one more split.
+        num_splits = -(-num_keys // split_size) + (num_keys < max_seq_len)
+        return max(1, num_splits)
+    wanted = 2 * num_processors // max(1, num_seqs * num_kv_heads)
+    useful = min(_MAX_SPLITS, num_keys // _MIN_KEYS_PER_SPLIT)
+    num_splits = max(1, min(wanted, useful))
+    return 1 << (num_splits.bit_length() - 1)
 
 
 def next_power_of_2(number: int) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.errors import UsageError
+
+AttentionBackendName = Literal["triton", "torch"]
 
 
 class AttentionBackend(Protocol):
@@ -33,3 +39,51 @@ class AttentionBackend(Protocol):
         tokens of the step. The window is `layer.sliding_window`. `softcap` bounds the scores,
         `sinks` `[H]` are logits of one more position that adds nothing to the output.
         """
+
+
+def choose_attention_backend(
+    name: Literal["auto", "triton", "torch"], device: torch.device
+) -> AttentionBackendName:
+    """Which backend runs on `device`: triton on CUDA and ROCm where it is installed, else torch.
+
+    Raises `UsageError` when triton is asked for where it cannot run.
+    """
+    is_installed = importlib.util.find_spec("triton") is not None
+    if name == "auto":
+        return "triton" if device.type == "cuda" and is_installed else "torch"
+    if name == "triton":
+        if not is_installed:
+            raise UsageError("attention backend triton: the package triton is not installed")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise UsageError(f"attention backend triton does not run on {device.type}; use torch")
+    return name
+
+
+def build_attention_backend(
+    name: AttentionBackendName,
+    layers: Sequence[LayerSpec],
+    caches: Sequence[tuple[Tensor, Tensor]],
+    block_size: int,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    deterministic: bool = False,
+) -> AttentionBackend:
+    """The backend of that name over one (k, v) pair of caches per layer.
+
+    `max_num_seqs` and `max_model_len` bound what a step can hold.
+    """
+    if name == "torch":
+        from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+
+        return TorchAttentionBackend(layers, caches, block_size)
+    from cbatch_cli.attention.triton_backend import TritonAttentionBackend
+
+    return TritonAttentionBackend(
+        layers,
+        caches,
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        deterministic=deterministic,
+    )

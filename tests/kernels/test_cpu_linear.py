@@ -156,6 +156,10 @@ def test_the_fastest_kind_is_taken(kernels: CPUKernels, monkeypatch: pytest.Monk
         )
         assert chosen.kind == fastest
         seconds[slow] += 10.0
+    seconds |= {"torch": 0.9, "onednn": 0.9, "packed": 1.0}
+    cpu_linear._fastest_kind.cache_clear()
+    close = cpu_linear.choose_linear(random(0, 8, 8), None, mode="fast", kernels=kernels)
+    assert close.kind == "packed"
     cpu_linear._fastest_kind.cache_clear()
 
 

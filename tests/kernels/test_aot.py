@@ -1,0 +1,140 @@
+"""The real compiler accepts every kernel, for cards that need not be there.
+
+Each test compiles what the wrappers launch and prints one line per kernel: registers, spills,
+shared memory, tensor cores (seen with `pytest -s`). What must hold is what keeps a kernel fast:
+little or nothing spilled, shared memory that fits, and the tensor cores of the architecture.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("triton is interpreting in this process", allow_module_level=True)
+
+from tests.kernels.launches import SHARED_MEMORY_KB, TARGETS, Launch, compile_launch
+from tests.kernels.variants import (
+    HEAD_DIMS,
+    AttentionVariant,
+    attention_launches,
+    layer_launches,
+    sampling_launches,
+    store_launches,
+)
+
+pytestmark = pytest.mark.kernels
+
+# e4m3 has no conversions before Ada, and AMD's is a format of its own.
+FP8 = {
+    "sm_80": torch.float8_e5m2,
+    "sm_89": torch.float8_e4m3fn,
+    "sm_90": torch.float8_e4m3fn,
+    "sm_100": torch.float8_e4m3fn,
+    "gfx942": torch.float8_e4m3fnuz,
+}
+PREFILL_TENSOR_CORES = {
+    "sm_80": {"HMMA"},
+    "sm_89": {"HMMA"},
+    "sm_90": {"WGMMA", "HGMMA"},
+    "sm_100": {"UTCHMMA", "UTCMMA"},
+    "gfx942": {"v_mfma"},
+}
+
+
+def check(label: str, launch: Launch, arch: str, folder: Path, *, allowed_spills: int = 0) -> None:
+    compiled = compile_launch(launch, arch, folder)
+    print(
+        f"{arch:7} {launch.name:20} {label:34} registers {compiled.registers:3}  "
+        f"spilled {compiled.spilled:2}  shared {compiled.shared_kb:5.1f} KB  "
+        f"{'128-bit loads' if compiled.has_wide_loads else '':13} {' '.join(compiled.tensor_cores)}"
+    )
+    assert compiled.spilled <= allowed_spills, (label, launch.name)
+    assert compiled.shared_kb <= SHARED_MEMORY_KB[arch], (label, launch.name)
+    uses_tensor_cores = "query" in launch.arguments and "seq_lens" in launch.arguments
+    if uses_tensor_cores and launch.arguments["query"].dtype != torch.float32:
+        assert compiled.has_wide_loads
+        assert compiled.tensor_cores
+        if launch.name == "paged_prefill" and launch.arguments["BLOCK_M"] > 16:
+            assert PREFILL_TENSOR_CORES[arch] & set(compiled.tensor_cores)
+
+
+def check_attention(variant: AttentionVariant, arch: str, folder: Path) -> None:
+    is_older = arch in ("sm_80", "sm_89")
+    for launch in attention_launches(variant, arch):
+        is_hard = launch.name == "paged_prefill" and variant.features == "all"
+        allowed = 16 if is_older and is_hard else 0
+        check(variant.label, launch, arch, folder, allowed_spills=allowed)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_attention_of_common_models(arch: str, tmp_path: Path) -> None:
+    check_attention(AttentionVariant(head_dim=128, features="all"), arch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        AttentionVariant(head_dim=128),
+        AttentionVariant(head_dim=256, features="all"),
+        AttentionVariant(head_dim=64, kv_dtype=torch.float8_e4m3fn),
+    ],
+    ids=lambda variant: variant.label,
+)
+def test_attention_on_hopper(variant: AttentionVariant, tmp_path: Path) -> None:
+    check_attention(variant, "sm_90", tmp_path)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_other_kernels(arch: str, tmp_path: Path) -> None:
+    check_others(torch.bfloat16, arch, tmp_path)
+
+
+def check_others(dtype: torch.dtype, arch: str, folder: Path) -> None:
+    label = str(dtype).removeprefix("torch.")
+    launches = layer_launches(dtype) + sampling_launches()
+    for head_dim in (80, 128):
+        for kv_dtype in (dtype, FP8[arch]):
+            launches += store_launches(dtype, kv_dtype, head_dim)
+    for launch in launches:
+        check(label, launch, arch, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["plain", "window", "all"])
+@pytest.mark.parametrize("dtypes", ["bf16", "fp16", "fp32", "fp8"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_attention_everywhere(
+    arch: str, head_dim: int, dtypes: str, features: str, tmp_path: Path
+) -> None:
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(dtypes, torch.bfloat16)
+    variant = AttentionVariant(
+        head_dim=head_dim,
+        value_head_dim=128 if head_dim == 192 else None,
+        dtype=dtype,
+        kv_dtype=FP8[arch] if dtypes == "fp8" else None,
+        features=features,  # type: ignore[arg-type]
+    )
+    check_attention(variant, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group_size", [1, 7, 8])
+@pytest.mark.parametrize("few_queries", [False, True])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_groups_and_small_tiles(
+    arch: str, few_queries: bool, group_size: int, tmp_path: Path
+) -> None:
+    variant = AttentionVariant(head_dim=128, group_size=group_size, few_queries=few_queries)
+    check_attention(variant, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_other_kernels_everywhere(arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    check_others(dtype, arch, tmp_path)
