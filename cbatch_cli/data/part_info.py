@@ -38,7 +38,8 @@ class PartInfo:
             "first_row": self.rows.start,
             "num_rows": len(self.rows),
             "rows_hash": self.rows_hash,
-            "end": self.end,
+            # As a list: what is not a plain tuple is a str(...) in our JSON.
+            "end": None if self.end is None else list(self.end),
             "errors": dict(self.errors),
         }
 
