@@ -68,6 +68,7 @@ class Sampler:
         eos = () if params.ignore_eos else self._eos_token_ids
         self._stop_ids[slot] = sorted({*params.stop_token_ids, *eos})
 
+    @torch.inference_mode()  # as the model's logits are, which could not be written to otherwise
     def sample(
         self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> SampledTokens:

@@ -191,6 +191,16 @@ def test_min_tokens_holds_back_eos_and_stop_ids() -> None:
     assert [sample_at(p) for p in (10, 11, 12)] == [7, 7, 5]
 
 
+def test_logits_of_inference_mode_can_be_held_back() -> None:
+    """A model's logits are such tensors, which refuse to be changed outside of that mode."""
+    sampler = Sampler(num_slots=1, seed=0, eos_token_ids=frozenset({7}))
+    sampler.join(0, SamplingParams(min_tokens=2), row=0, sample=0, num_prompt_tokens=3)
+    with torch.inference_mode():
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 7] = 1.0
+    assert sampler.sample(logits, np.array([0]), np.array([4])).token_ids[0] != 7
+
+
 def test_logits_that_mean_nothing_are_reported_for_their_row_alone() -> None:
     logits = torch.zeros(4, VOCAB)
     logits[1, 3] = torch.nan
