@@ -91,6 +91,7 @@ def run(
     input_format: opt.InputFormatName = None,
     columns: opt.Columns = None,
     limit: opt.Limit = None,
+    shard: opt.ShardText = None,
     max_line_bytes: opt.MaxLineBytes = None,
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,

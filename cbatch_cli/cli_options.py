@@ -29,6 +29,16 @@ Columns = Annotated[
     option("Input", "--columns", "all|none|A,B", "Input columns that are copied to the output."),
 ]
 Limit = Annotated[int | None, option("Input", "--limit", "N", "Read the first N rows only.")]
+ShardText = Annotated[
+    str | None,
+    option(
+        "Input",
+        "--shard",
+        "I/N|slurm",
+        "Run the share I of N only, from 0, into OUT.shard-I-of-N; cbatch merge joins them. "
+        "slurm takes both numbers from the job array that this is a task of.",
+    ),
+]
 MaxLineBytes = Annotated[
     str | None, option("Input", "--max-line-bytes", "SIZE", "A longer line is a row with an error.")
 ]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from cbatch_cli.config_values import ByteCount, convert, kind_of, parse_text
 from cbatch_cli.errors import UsageError
 from cbatch_cli.request import SAMPLING_FIELDS, SamplingParams
+from cbatch_cli.shard import SLURM, parse_shard
 
 ENV_PREFIX = "CBATCH_"
 DEMO_MODEL = "gemma-3-270m"
@@ -112,6 +113,8 @@ class JobConfig:
     columns: str = "all"
     """Columns passed through: `all`, `none`, or a comma-separated list."""
     limit: int | None = None
+    shard: str | None = None
+    """`i/n`: run the share i of n of the input, into an output of its own; or `slurm`."""
     max_line_bytes: ByteCount = 64 * 2**20
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -149,6 +152,8 @@ class JobConfig:
         if self.prompt_column and self.messages_column:
             raise ValueError("prompt_column cannot be combined with messages_column")
         parse_max_errors(self.max_errors)
+        if self.shard not in (None, SLURM):
+            parse_shard(self.shard)
         for name in ("model", "columns", "output_column"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from cbatch_cli.config import JobConfig
@@ -9,6 +10,7 @@ from cbatch_cli.data.job_input import open_job_input
 from cbatch_cli.data.output_schema import output_schema
 from cbatch_cli.data.output_target import resolve_target
 from cbatch_cli.data.prompt_columns import PromptColumns
+from cbatch_cli.shard import resolve_shard
 
 
 def describe_job(config: JobConfig) -> dict[str, Any]:
@@ -16,7 +18,8 @@ def describe_job(config: JobConfig) -> dict[str, Any]:
 
     Standard input is read to its end.
     """
-    target = resolve_target(config.output, config.inputs)
+    shard = resolve_shard(config.shard, os.environ)
+    target = resolve_target(config.output, config.inputs, shard)
     source, prompt = open_job_input(config)
     schema = output_schema(
         source.arrow_schema(prompt),

@@ -8,6 +8,7 @@ them keep memory flat however long the input is.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import sys
 import time
@@ -48,6 +49,7 @@ from cbatch_cli.job_rows import JobRows
 from cbatch_cli.job_writer import Answer, JobWriter, RowCounts
 from cbatch_cli.request import FinishReason, Request, SamplingParams
 from cbatch_cli.resume import RunPlan, job_fingerprint, plan_run, settled_by_model, tidy_spools
+from cbatch_cli.shard import resolve_shard
 from cbatch_cli.text.prompts import PromptEncoder
 from cbatch_cli.text.templates import read_template
 
@@ -68,10 +70,13 @@ def run_job(
     is run. `on_progress` is called twice a second on a thread of its own, `log` with single lines
     for people. On the main thread SIGINT and SIGTERM stop the run. Raises `CBatchError`.
     """
-    target = resolve_target(config.output, config.inputs)
+    shard = resolve_shard(config.shard, os.environ)
+    target = resolve_target(config.output, config.inputs, shard)
     errors_file = None
     if config.errors_file is not None:
-        errors_file = check_errors_file(config.errors_file, target=target, inputs=config.inputs)
+        errors_file = check_errors_file(
+            config.errors_file, target=target, inputs=config.inputs, shard=shard
+        )
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         work_dir = stack.enter_context(WorkDir(target.work_dir))
@@ -83,8 +88,13 @@ def run_job(
             work_dir=work_dir,
             target=target,
             source=source,
+            shard=shard,
             fingerprint=job_fingerprint(
-                config, source, template=template, model_commit=loader.identify(config.model)
+                config,
+                source,
+                shard=shard,
+                template=template,
+                model_commit=loader.identify(config.model),
             ),
         )
         if plan.summary is not None:
@@ -182,6 +192,7 @@ class _BatchJob:
             schema=schema,
             encoder=columns,
             rows_per_part=config.rows_per_part,
+            shard=plan.shard,
             metadata=self.metadata,
             durable=plan.parts,
             on_part_durable=self._journal.drop,
@@ -288,6 +299,20 @@ class _BatchJob:
             **engine_summary,
             "output": str(self._target.path),
             "resolved": self.metadata["resolved"],
+            **self._shard_summary(),
+        }
+
+    def _shard_summary(self) -> dict[str, Any]:
+        """What says, of a share of the input, that the other shares go with it."""
+        if self._config.shard is None:
+            return {}
+        shard = self._plan.shard
+        return {
+            "shard": {
+                "index": shard.index,
+                "count": shard.count,
+                "rows_of_input": self._rows.num_read,
+            }
         }
 
 

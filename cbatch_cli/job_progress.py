@@ -39,7 +39,8 @@ class JobProgress:
         """Where the job stands now."""
         counts, stats = self._counts, self._stats
         elapsed_s = time.monotonic() - self._started_at
-        rows_total = self._source.num_rows
+        num_rows = self._source.num_rows
+        rows_total = None if num_rows is None else self._rows.num_own(num_rows)
         return RunSnapshot(
             elapsed_s=elapsed_s,
             rows_done=counts.num_done,
@@ -65,7 +66,9 @@ class JobProgress:
         if num_answered <= 0 or not fraction:
             return None
         tokens_done = stats.num_prompt_tokens + stats.num_output_tokens
-        num_rows = self._source.num_rows or self._rows.num_read / fraction
+        num_rows = self._rows.num_own(
+            self._source.num_rows or round(self._rows.num_read / fraction)
+        )
         tokens_total = tokens_done / num_answered * (num_rows - self._counts.num_resumed)
         tokens_computed = max(stats.num_computed_tokens + stats.num_cached_tokens, 1)
         return max(0.0, tokens_total - tokens_computed) * elapsed_s / tokens_computed

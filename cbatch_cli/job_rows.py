@@ -40,7 +40,7 @@ class RowToRun:
 class JobRows:
     """Reads the input once, and checks that rows which were settled are what they were.
 
-    `num_read` counts the rows so far, those skipped among them.
+    `num_read` counts the rows so far, those skipped and those of other shards among them.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class JobRows:
         for row in rows:
             self.num_read += 1
             number = row.index // self._rows_per_part
+            if not self._plan.shard.owns(number):
+                continue
             part = self._plan.parts.get(number)
             if part is not None:
                 self._check_part(number, part, row)
@@ -91,6 +93,10 @@ class JobRows:
         for part in self._plan.parts.values():
             if part.rows.stop > self.num_read:
                 self._refuse(f"the number of rows, now {self.num_read},")
+
+    def num_own(self, num_input_rows: int) -> int:
+        """How many rows are the job's where the input has so many."""
+        return self._plan.shard.num_rows(num_input_rows, self._rows_per_part)
 
     def _settled(self, row: Row) -> RowResult | None:
         """The result of a row that is not to be run again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 from collections import Counter
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from cbatch_cli.data.sources import Source
 from cbatch_cli.data.spool import discard_later_spools, discard_spools
 from cbatch_cli.data.work_dir import WorkDir
 from cbatch_cli.errors import OutputError, ResumeMismatchError
+from cbatch_cli.shard import WHOLE, Shard
 
 # Fields of the configuration that change what a row of the output holds.
 _CONTENT_FIELDS = (
@@ -47,6 +49,8 @@ class RunPlan:
     """What earlier runs of the job have left, and how this one takes it up."""
 
     run_id: str
+    shard: Shard = WHOLE
+    """The rows of the input that are the job's."""
     fingerprint: Mapping[str, Any]
     places: list[dict[str, Any]]
     """Where the inputs were when every row that is done was read from them."""
@@ -80,7 +84,7 @@ class RunPlan:
     def reopened_result(self, row_index: int) -> RowResult | None:
         """The result of a row in a file that is written again."""
         for results in self.reopened:
-            if row_index in results.rows:
+            if row_index in results:
                 return results.result(row_index)
         return None
 
@@ -125,7 +129,12 @@ class RunPlan:
 
 
 def job_fingerprint(
-    config: JobConfig, source: Source, *, template: str | None, model_commit: str
+    config: JobConfig,
+    source: Source,
+    *,
+    shard: Shard | None = None,
+    template: str | None,
+    model_commit: str,
 ) -> dict[str, Any]:
     """What the job's answers depend on, as far as it is known before the model is loaded.
 
@@ -133,6 +142,7 @@ def job_fingerprint(
     """
     return {
         "inputs": inputs_identity(source.files),
+        "shard": shard and str(shard),
         "model": model_commit,
         "template": template,
         "dtype": config.engine.dtype,
@@ -149,6 +159,7 @@ def plan_run(
     work_dir: WorkDir,
     target: OutputTarget,
     source: Source,
+    shard: Shard | None = None,
     fingerprint: Mapping[str, Any],
 ) -> RunPlan:
     """Decide, under the work dir's lock, what is to be done; nothing is changed yet.
@@ -158,6 +169,7 @@ def plan_run(
     """
     plan = RunPlan(
         run_id=uuid.uuid4().hex,
+        shard=shard or WHOLE,
         fingerprint=fingerprint,
         places=inputs_places(source.files),
         overwrite=config.overwrite,
@@ -226,10 +238,11 @@ def _take_up(
             )
     if not is_same_place:
         return
-    number = 0
-    while (part := plan.parts.get(number)) and (part.end is not None or source.is_indexed):
+    for number in itertools.count(plan.shard.index, plan.shard.count):
+        part = plan.parts.get(number)
+        if part is None or (part.end is None and not source.is_indexed):
+            break
         plan.num_skipped, plan.start = part.rows.stop, part.end
-        number += 1
 
 
 def _open_results(target: OutputTarget, number: int, config: JobConfig) -> ParquetResults:

@@ -103,7 +103,7 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
     configs = job(succeed)
     arguments = shlex.split(
         "run a.jsonl b.csv -o out.parquet -m org/model@main --input-format jsonl --columns a,b "
-        "--limit 5 --max-line-bytes 1MiB --template {{a}} --system S --no-chat "
+        "--limit 5 --shard 1/4 --max-line-bytes 1MiB --template {{a}} --system S --no-chat "
         "--max-tokens 7 --min-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 "
         "--stop x --stop y --stop-token-id 4 --stop-token-id 5 --ignore-eos --seed 6 "
         "--max-num-seqs 8 --max-num-batched-tokens 64 --block-size 16 --kv-cache-memory 512MB "
@@ -122,6 +122,7 @@ def test_every_option_reaches_its_setting(job: Any) -> None:
             input_format="jsonl",
             columns="a,b",
             limit=5,
+            shard="1/4",
             max_line_bytes=2**20,
             template="{{a}}",
             system="S",
@@ -290,6 +291,7 @@ def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
         (["run", "a", "--dtype", "int8"], "'--dtype'"),
         (["run", "a", "--kv-cache-memory", "x"], "kv_cache_memory must be a size such as 4GiB"),
         (["run", "a", "--max-errors", "x"], "max_errors must be a number of rows or a percentage"),
+        (["run", "a", "--shard", "4/4"], "shard must be i/n with 0 <= i < n, not 4/4"),
         (["run", "a", "--on-error", "stop"], "'--on-error'"),
         (["run", "a", "--step-timeout", "0"], "step_timeout must be above 0, not 0.0"),
         (["run", "a", "--config", "absent.toml"], "cannot read absent.toml"),

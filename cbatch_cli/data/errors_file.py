@@ -7,7 +7,7 @@ import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 import pyarrow as pa
@@ -18,11 +18,12 @@ from cbatch_cli.data import durable_io
 from cbatch_cli.data.arrow_values import to_python
 from cbatch_cli.data.durable_io import DurableFile
 from cbatch_cli.data.json_rows import dump_value
-from cbatch_cli.data.output_target import STDIN, OutputTarget
+from cbatch_cli.data.output_target import STDIN, OutputTarget, shard_path
 from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.data.row import ArrowRow, Row
 from cbatch_cli.data.sources import Source, open_files
 from cbatch_cli.errors import OutputError, UsageError
+from cbatch_cli.shard import Shard
 
 WRITE_BYTES = 2**20
 SUFFIX = ".jsonl"
@@ -44,8 +45,10 @@ class FailedRows(NamedTuple):
         return text
 
 
-def check_errors_file(text: str, *, target: OutputTarget, inputs: Sequence[str]) -> Path:
-    """The path that `--errors-file` names, its folder made if it is not there.
+def check_errors_file(
+    text: str, *, target: OutputTarget, inputs: Sequence[str], shard: Shard | None = None
+) -> Path:
+    """The path that `--errors-file` names, or that of a share; its folder is made if need be.
 
     Raises `UsageError` for a name that a later run would not read as JSON lines, and for a place
     where the file would replace an input or the answers, or be taken for one of them.
@@ -53,6 +56,8 @@ def check_errors_file(text: str, *, target: OutputTarget, inputs: Sequence[str])
     path = Path(text)
     if path.suffix != SUFFIX or path.is_dir():
         raise UsageError(f"--errors-file {text} is no name of a {SUFFIX} file")
+    if shard is not None:
+        path = shard_path(path, shard, has_suffix=True)
     resolved, output = path.resolve(), target.path.resolve()
     work_dir = target.work_dir.resolve()
     if resolved == output or output in resolved.parents or work_dir in resolved.parents:
@@ -100,7 +105,7 @@ def failed_row_indices(paths: Sequence[Path], *, with_token_ids: bool) -> Iterat
                 columns = [names[0], names[3]]
                 for batch in file.iter_batches(columns=columns, use_threads=False):
                     failed = batch.filter(batch.column(columns[1]).is_valid())
-                    yield from failed.column(columns[0]).to_pylist()
+                    yield from cast("list[int]", failed.column(columns[0]).to_pylist())
         except (OSError, pa.ArrowException) as error:
             raise OutputError(f"cannot read back {path}: {error}") from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cbatch_cli.data import durable_io
 from cbatch_cli.errors import UsageError
+from cbatch_cli.shard import Shard
 
 STDIN = "-"
 PART_NAME = re.compile(r"part-[a-z]?(\d{5,})\.parquet")
@@ -39,6 +40,11 @@ class OutputTarget:
         """The final place of a part: in the target if that is a folder, else in the work dir."""
         folder = self.path if self.is_directory else self.work_dir
         return folder / part_name(number)
+
+    def of_shard(self, shard: Shard) -> OutputTarget:
+        """Where a share of the answers goes before the shares are merged."""
+        path = shard_path(self.path, shard, has_suffix=not self.is_directory)
+        return OutputTarget(path=path, is_directory=self.is_directory)
 
     def files(self) -> list[Path]:
         """The files that hold the answers, in row order. Raises `OutputError`."""
@@ -99,10 +105,19 @@ def part_name(number: int) -> str:
     return f"part-{letter}{digits}.parquet"
 
 
-def resolve_target(output: str | None, inputs: Sequence[str]) -> OutputTarget:
+def shard_path(path: Path, shard: Shard, *, has_suffix: bool) -> Path:
+    """The sibling of `path` for a share: `out.shard-00000-of-00004.parquet`."""
+    stem, suffix = (path.stem, path.suffix) if has_suffix else (path.name, "")
+    return path.with_name(f"{stem}.shard-{shard.index:05d}-of-{shard.count:05d}{suffix}")
+
+
+def resolve_target(
+    output: str | None, inputs: Sequence[str], shard: Shard | None = None
+) -> OutputTarget:
     """The target that `-o` names, or the default one for `inputs`; looks at no content.
 
-    Raises `UsageError` for a name that is neither, and for a target that is among the inputs.
+    With a `shard`, the target of that share. Raises `UsageError` for a name that is neither, and
+    for a target that is among the inputs.
     """
     text = _default_output(inputs) if output is None else output
     path = Path(text)
@@ -118,9 +133,12 @@ def resolve_target(output: str | None, inputs: Sequence[str]) -> OutputTarget:
         )
     if is_directory and path.exists() and not path.is_dir():
         raise UsageError(f"-o {text} ends in a slash, but {path} is a file")
+    target = OutputTarget(path=path, is_directory=is_directory)
+    if shard is not None:
+        target = target.of_shard(shard)
     for name in inputs:
-        _check_is_no_input(path, name, is_directory=is_directory)
-    return OutputTarget(path=path, is_directory=is_directory)
+        _check_is_no_input(target.path, name, is_directory=is_directory)
+    return target
 
 
 def _check_is_no_input(path: Path, name: str, *, is_directory: bool) -> None:

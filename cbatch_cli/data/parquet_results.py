@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,33 +30,46 @@ class ParquetResults:
             raise OutputError(f"cannot read back {path}: {error}") from error
         names = self._file.schema_arrow.names
         self._names = names[-6:] if with_token_ids else names[-5:]
-        first = self._read(0)[0]["row_index"] if self._file.metadata.num_rows else 0
-        self.rows = range(first, first + self._file.metadata.num_rows)
-        """Indices of the rows in the file."""
+        self._groups = self._rows_of_groups()
         self._group_rows = range(0)
         self._group: list[dict[str, Any]] = []
 
+    def __contains__(self, row_index: int) -> bool:
+        """Whether the file holds a row."""
+        return self._group_of(row_index) is not None
+
     def result(self, row_index: int) -> RowResult | None:
         """The result of a row; None if the file does not hold it."""
-        if row_index not in self.rows:
-            return None
         if row_index not in self._group_rows:
-            self._load_group_of(row_index)
+            number = self._group_of(row_index)
+            if number is None:
+                return None
+            self._group = self._read(number)
+            self._group_rows = self._groups[number]
         return _decode(self._group[row_index - self._group_rows.start])
 
     def close(self) -> None:
         """Release the file."""
         self._file.close()
 
-    def _load_group_of(self, row_index: int) -> None:
-        start = self.rows.start
-        for number in range(self._file.num_row_groups):
-            stop = start + self._file.metadata.row_group(number).num_rows
-            if row_index < stop:
-                self._group = self._read(number)
-                self._group_rows = range(start, stop)
-                return
-            start = stop
+    def _group_of(self, row_index: int) -> int | None:
+        number = bisect_right(self._groups, row_index, key=lambda rows: rows.start) - 1
+        return number if number >= 0 and row_index in self._groups[number] else None
+
+    def _rows_of_groups(self) -> list[range]:
+        """The rows of each row group, which are neighbours; those of all need not be."""
+        metadata = self._file.metadata
+        leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+        row_index = leaves.index(self._names[0])
+        groups = []
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            statistics = group.column(row_index).statistics
+            first = None if statistics is None else statistics.min
+            if first is None:
+                raise OutputError(f"cannot read back {self._path}: it does not say which rows")
+            groups.append(range(first, first + group.num_rows))
+        return groups
 
     def _read(self, row_group: int) -> list[dict[str, Any]]:
         """Rows under our names, whatever prefix they have in the file."""

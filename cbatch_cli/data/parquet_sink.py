@@ -18,6 +18,7 @@ from cbatch_cli.data.part_buffer import PartBuffer
 from cbatch_cli.data.part_info import PART_KEY, PartInfo
 from cbatch_cli.data.row import Row, RowResult
 from cbatch_cli.errors import CBatchError, OutputError
+from cbatch_cli.shard import WHOLE, Shard
 
 MAX_RAW_BYTES = 8 * 2**20
 """Python objects of all open parts together; beyond it they become Arrow batches."""
@@ -39,6 +40,8 @@ class ParquetSink:
     folder appear in it at once; those of a single file stay in the work directory until `finish`
     joins them, row group by row group, into the file, which appears by one rename.
 
+    With a `shard`, parts are those of its blocks of rows, and the others belong to nobody here.
+
     `durable` are the parts that earlier runs of the job have left, whose rows must not be added.
 
     `metadata` is what is known of the run at its start: it goes into each part of a folder.
@@ -53,6 +56,7 @@ class ParquetSink:
         schema: pa.Schema,
         encoder: RowEncoder,
         rows_per_part: int,
+        shard: Shard = WHOLE,
         metadata: Mapping[str, Any],
         durable: Mapping[int, PartInfo] = NO_PARTS,
         on_part_durable: Callable[[range], None] = _ignore_part,
@@ -61,6 +65,7 @@ class ParquetSink:
         self._schema = schema
         self._encode = partial(to_record_batch, schema=schema, encoder=encoder)
         self._rows_per_part = rows_per_part
+        self._shard = shard
         self._metadata = metadata
         self._on_part_durable = on_part_durable
         self._open: dict[int, PartBuffer] = {}
@@ -89,7 +94,7 @@ class ParquetSink:
 
         Raises `CBatchError` if a row is missing: rows in must equal rows out.
         """
-        last = max(self._open.keys() | self._durable.keys(), default=0)
+        last = max(self._open.keys() | self._durable.keys(), default=self._shard.index)
         self._check_no_row_is_missing(last)
         if last not in self._durable:
             self._open.setdefault(last, self._new_part(last))
@@ -99,7 +104,7 @@ class ParquetSink:
             path = self._target.part_path(last)
             self._write_file(path, read_row_groups([path]), metadata, self._durable[last])
         if not self._target.is_directory:
-            self._join(last + 1, metadata)
+            self._join(self._shard.blocks(last), metadata)
         return self._target.path
 
     def abort(self) -> None:
@@ -118,7 +123,7 @@ class ParquetSink:
         )
 
     def _check_no_row_is_missing(self, last: int) -> None:
-        for number in range(last + 1):
+        for number in self._shard.blocks(last):
             if number in self._durable:
                 continue
             part = self._open.get(number) or self._new_part(number)
@@ -152,8 +157,8 @@ class ParquetSink:
             parts = {} if part is None else {PART_KEY: part.to_dict()}
             file.publish(path, {METADATA_KEY: metadata, **parts})
 
-    def _join(self, num_parts: int, metadata: Mapping[str, Any]) -> None:
-        parts = [self._target.part_path(number) for number in range(num_parts)]
+    def _join(self, numbers: range, metadata: Mapping[str, Any]) -> None:
+        parts = [self._target.part_path(number) for number in numbers]
         self._write_file(self._target.path, read_row_groups(parts), metadata)
         for part in parts:
             durable_io.unlink(part)
