@@ -79,6 +79,12 @@ class Recording:
             vars(module).pop(_BINDING, None)
 
 
+def binding_of(module: nn.Module) -> tuple[AttentionBackend, LayerSpec]:
+    """The backend that an attention layer runs on, and the layer's shape."""
+    binding: _Binding = getattr(module, _BINDING)
+    return binding.backend, binding.layer
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.metadata import LayerSpec
@@ -56,6 +56,16 @@ class HFModel:
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """The attention layers in the order in which they run."""
         return tuple(self._recording.specs)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' model, whose layers may be replaced by faster ones."""
+        return self._model
+
+    @property
+    def attention_modules(self) -> tuple[nn.Module, ...]:
+        """The modules of `layer_specs`."""
+        return tuple(self._recording.modules)
 
     def bind(self, backend: AttentionBackend) -> None:
         """Have the attention layers run on `backend` from now on."""

@@ -1,0 +1,262 @@
+"""Replaces decoder layers of a model on a CPU by fused ones, where numbers show no difference.
+
+The model is run once on a few tokens with its own code, and every layer's input and output are
+kept. A fused layer replaces the original only if it turns the same input into the same output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cbatch_kernels.cpu_library import CPUKernels, load_kernels
+from cbatch_kernels.cpu_linear import LinearMode, TorchLinear, choose_linear
+from torch import Tensor, nn
+
+from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+from cbatch_cli.models.fused_layer import (
+    AttentionCall,
+    FusedLayer,
+    LayerParts,
+    NotFusable,
+    read_parts,
+)
+from cbatch_cli.models.hf_model import HFModel
+
+_PROBE_LENGTHS = (9, 4)
+_PROBE_FIRST_POSITION = 60
+"""Rotations of early positions are close to none; attention does not look at positions."""
+
+# Largest root mean square of the difference, as a share of the output's.
+_TOLERANCE = 2e-5
+_ROUNDED_TOLERANCE = 0.05
+"""With weights of 8 bits: this finds a wrong product, not a rounded one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionReport:
+    """What `fuse_layers` did to a model."""
+
+    num_layers: int
+    """Decoder layers of the model."""
+    num_fused: int
+    reasons: Mapping[str, int]
+    """Why layers were left alone, and how many for each reason."""
+    linear_kinds: Mapping[str, int]
+    """The linear layers in use by kind, the output head among them."""
+
+
+def fuse_layers(
+    model: HFModel,
+    *,
+    mode: LinearMode = "fast",
+    kernels: CPUKernels | None = None,
+) -> FusionReport:
+    """Replace the decoder layers and the output head of `model` in place, where that is exact.
+
+    The weights of replaced layers exist once, in their packed form: transformers' own code of
+    these layers no longer runs, so check the model before. Bind a backend afterwards. Does
+    nothing to models that are not float32 on a CPU. Raises `KernelsUnavailable` without the
+    compiled kernels.
+    """
+    kernels = kernels or load_kernels()
+    attention_modules = model.attention_modules
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        reason = f"{model.dtype} on {model.device} is not fused".removeprefix("torch.")
+        num_layers = len(attention_modules)
+        return FusionReport(
+            num_layers=num_layers, num_fused=0, reasons={reason: num_layers}, linear_kinds={}
+        )
+    probe = _Probe(model)
+    num_fused, reasons, kinds = 0, Counter[str](), Counter[str]()
+    layers = _decoder_layers(model)
+    for layer, attention, spec in layers:
+        try:
+            fused = _fused_layer(probe, layer, attention, spec, mode=mode, kernels=kernels)
+        except NotFusable as error:
+            reasons[str(error)] += 1
+            continue
+        layer.forward = fused
+        num_fused += 1
+        kinds.update(linear.kind for linear in fused.linears)
+    model.unbind()
+    head = _fuse_head(model, mode=mode, kernels=kernels)
+    if head is not None:
+        kinds[head] += 1
+    return FusionReport(
+        num_layers=len(layers), num_fused=num_fused, reasons=reasons, linear_kinds=kinds
+    )
+
+
+@torch.inference_mode()
+def _fused_layer(
+    probe: _Probe,
+    layer: nn.Module,
+    attention: nn.Module,
+    spec: LayerSpec,
+    *,
+    mode: LinearMode,
+    kernels: CPUKernels,
+) -> FusedLayer:
+    """Raises `NotFusable` if the fused layer cannot be built or computes something else."""
+    call = probe.calls.get(spec.index)
+    if call is None or layer not in probe.runs:
+        raise NotFusable("its attention does not run as part of it")
+    parts = read_parts(layer, attention, spec, call)
+    probe.compare(layer, FusedLayer(parts, kernels, TorchLinear), tolerance=_TOLERANCE)
+
+    def make_linear(weight: Tensor, bias: Tensor | None) -> Any:
+        return choose_linear(weight, bias, mode=mode, kernels=kernels)
+
+    fused = FusedLayer(parts, kernels, make_linear)
+    tolerance = _ROUNDED_TOLERANCE if mode == "w8a16" else _TOLERANCE
+    probe.compare(layer, fused, tolerance=tolerance)
+    _release_weights(parts)
+    return fused
+
+
+def _release_weights(parts: LayerParts) -> None:
+    for linear in (*parts.qkv, *parts.output, *parts.gate_up, *parts.down):
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
+def _decoder_layers(model: HFModel) -> list[tuple[nn.Module, nn.Module, LayerSpec]]:
+    """The module around each attention layer, with that layer."""
+    parents = {child: parent for parent in model.module.modules() for child in parent.children()}
+    return [
+        (parents[attention], attention, spec)
+        for attention, spec in zip(model.attention_modules, model.layer_specs, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def _fuse_head(model: HFModel, *, mode: LinearMode, kernels: CPUKernels) -> str | None:
+    """Replace the product with the vocabulary; returns its kind."""
+    head = model.module.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return None
+    bias = None if head.bias is None else head.bias.detach()
+    linear = choose_linear(head.weight.detach(), bias, mode=mode, kernels=kernels)
+    rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
+    tolerance = _ROUNDED_TOLERANCE if mode == "w8a16" else _TOLERANCE
+    if not _relative_error(linear(rows), head(rows)) <= tolerance:
+        return None
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        logits: Tensor = linear(hidden_states.flatten(0, -2))
+        return logits.unflatten(0, hidden_states.shape[:-1])
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
+    kind: str = linear.kind
+    return kind
+
+
+class _Probe:
+    """One run of a model's own code, and what its decoder layers were given and gave."""
+
+    def __init__(self, model: HFModel) -> None:
+        self.calls: dict[int, AttentionCall] = {}
+        """By the index of the attention layer."""
+        self.runs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+        self._backend = _probe_backend(model)
+        model.bind(self)
+        handles = [
+            layer.register_forward_hook(self._note, with_kwargs=True)
+            for layer, _, _ in _decoder_layers(model)
+        ]
+        num_tokens = sum(_PROBE_LENGTHS)
+        generator = torch.Generator().manual_seed(0)
+        positions = torch.arange(num_tokens) * 7 + _PROBE_FIRST_POSITION
+        try:
+            model.forward(
+                torch.randint(model.vocab_size, (num_tokens,), generator=generator),
+                positions % model.max_model_len,
+                torch.tensor([num_tokens - 1]),
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def compare(self, layer: nn.Module, fused: FusedLayer, *, tolerance: float) -> None:
+        """Raise `NotFusable` if `fused` gives another output than `layer` did."""
+        args, kwargs, expected = self.runs[layer]
+        tables = kwargs.get("position_embeddings")
+        if not isinstance(tables, tuple) or not isinstance(expected, Tensor):
+            raise NotFusable("it is not given rotations, or gives more than hidden states")
+        cosines, hidden_states = tables[0], args[0] if args else kwargs.pop("hidden_states")
+        if cosines.dim() != 3 or cosines.shape[:2] != hidden_states.shape[:2]:
+            raise NotFusable("its rotations do not belong to single tokens")
+        error = _relative_error(fused(hidden_states, **kwargs), expected)
+        # Not a number is no small difference.
+        if not error <= tolerance:
+            raise NotFusable(f"the fused layer differs by {error:.1g} of its output")
+
+    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
+        """Nothing: the probe has one step, begun when it was made."""
+
+    def forward(
+        self,
+        layer: LayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend, and note with what."""
+        self.calls[layer.index] = AttentionCall(scale=scale, softcap=softcap, sinks=sinks)
+        return self._backend.forward(
+            layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks
+        )
+
+    def _note(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        def kept(value: Any) -> Any:
+            return value.clone() if isinstance(value, Tensor) else value
+
+        self.runs[layer] = (tuple(map(kept, args)), dict(kwargs), kept(output))
+
+
+def _probe_backend(model: HFModel) -> TorchAttentionBackend:
+    """Attention over a small cache, in the step that computes two short rows from the start."""
+    num_tokens, block_size = sum(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
+    caches = []
+    for spec in model.layer_specs:
+        shape = (len(_PROBE_LENGTHS), block_size, spec.num_kv_heads)
+        caches.append(
+            (torch.zeros(*shape, spec.head_dim), torch.zeros(*shape, spec.value_head_dim))
+        )
+    backend = TorchAttentionBackend(model.layer_specs, caches, block_size)
+    starts = [sum(_PROBE_LENGTHS[:row]) for row in range(len(_PROBE_LENGTHS) + 1)]
+    slots = [
+        row * block_size + offset
+        for row, length in enumerate(_PROBE_LENGTHS)
+        for offset in range(length)
+    ]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(_PROBE_LENGTHS, dtype=torch.int32),
+        block_tables=torch.arange(len(_PROBE_LENGTHS), dtype=torch.int32)[:, None],
+        slot_mapping=torch.tensor(slots),
+        num_decodes=0,
+        max_query_len=block_size,
+        max_seq_len=block_size,
+        query_lens_cpu=_PROBE_LENGTHS,
+        seq_lens_cpu=_PROBE_LENGTHS,
+    )
+    assert len(slots) == num_tokens
+    backend.begin_step([metadata])
+    return backend
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    difference = (actual.double() - expected.double()).pow(2).mean().sqrt()
+    return float(difference / expected.double().pow(2).mean().sqrt().clamp(min=math.ulp(0.0)))

@@ -1,0 +1,150 @@
+"""Fused decoder layers compute what the originals do, and replace nothing else."""
+
+import pytest
+import torch
+from cbatch_kernels.cpu_library import CPUKernels
+from cbatch_kernels.cpu_linear import LinearMode
+from torch import Tensor
+
+from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
+from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+from cbatch_cli.models.fusion import FusionReport, fuse_layers
+from cbatch_cli.models.hf_model import HFModel
+from tests.cpu_variants import each_variant
+from tests.models.test_families import PagedRow, run_step, wrapped
+
+FUSED = ("llama", "mistral_window", "qwen2", "qwen3", "gemma2_softcap", "gemma3", "phi3")
+LEFT_ALONE = {
+    "gpt_oss_sinks": "activation",
+    "mixtral": "activation",
+    "qwen3_moe": "activation",
+    "gpt2": "norms are none",
+    "deepseek_v3_unequal_dims": "no plain linear layers",
+}
+LENGTHS = (40, 23, 9)
+BLOCK_SIZE = 4
+STEPS = ((30, 7, 0), (1, 5, 9), (1, 1, 0), (8, 10, 0))
+
+
+def logits(model: HFModel, make_backend: type | None = None, **options: object) -> list[Tensor]:
+    """Logits of three rows, computed in mixed steps from an empty cache."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randperm(33, generator=generator).split(11)
+    rows = [
+        PagedRow(torch.randint(model.vocab_size, (length,), generator=generator), part)
+        for length, part in zip(LENGTHS, blocks, strict=True)
+    ]
+    caches = [
+        (
+            torch.full((33, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim), torch.nan),
+            torch.full((33, BLOCK_SIZE, spec.num_kv_heads, spec.value_head_dim), torch.nan),
+        )
+        for spec in model.layer_specs
+    ]
+    backend = (make_backend or TorchAttentionBackend)(
+        model.layer_specs, caches, BLOCK_SIZE, **options
+    )
+    model.bind(backend)
+    for new_tokens in STEPS:
+        work = [(row, new) for row, new in zip(rows, new_tokens, strict=True) if new]
+        run_step(model, backend, work, BLOCK_SIZE)
+    return [torch.cat(row.logits) for row in rows]
+
+
+def fused(name: str, kernels: CPUKernels, mode: LinearMode) -> tuple[HFModel, FusionReport]:
+    model = wrapped(name)
+    return model, fuse_layers(model, mode=mode, kernels=kernels)
+
+
+@each_variant
+@pytest.mark.parametrize("name", [*FUSED, *LEFT_ALONE])
+def test_logits_are_those_of_the_original(kernels: CPUKernels, name: str) -> None:
+    expected = logits(wrapped(name))
+    model, report = fused(name, kernels, "deterministic")
+    assert report.num_layers == len(model.layer_specs)
+    if name in FUSED:
+        assert report.num_fused == report.num_layers and not report.reasons
+        assert report.linear_kinds == {"packed": 4 * report.num_layers + 1}
+    else:
+        assert report.num_fused == 0
+        assert any(LEFT_ALONE[name] in reason for reason in report.reasons)
+    for backend, options in ((CPUAttentionBackend, {"kernels": kernels}), (None, {})):
+        for actual, exact in zip(logits(model, backend, **options), expected, strict=True):
+            scale = max(exact.abs().max().item(), 1.0)
+            torch.testing.assert_close(actual, exact, rtol=0.0, atol=2e-5 * scale)
+
+
+@each_variant
+def test_weights_of_eight_bits_come_close(kernels: CPUKernels) -> None:
+    expected = logits(wrapped("gemma3"))
+    model, report = fused("gemma3", kernels, "w8a16")
+    assert report.num_fused == 3 and report.linear_kinds == {"int8": 13}
+    for actual, exact in zip(logits(model), expected, strict=True):
+        assert (actual - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
+
+
+@each_variant
+def test_a_row_has_the_same_bits_alone_and_in_company(kernels: CPUKernels) -> None:
+    model, _ = fused("gemma3", kernels, "deterministic")
+    together = logits(model, CPUAttentionBackend, kernels=kernels)
+    generator = torch.Generator().manual_seed(5)
+    torch.randperm(33, generator=generator)
+    caches = [(torch.zeros(11, BLOCK_SIZE, 2, 8), torch.zeros(11, BLOCK_SIZE, 2, 8))] * 3
+    caches = [(k.clone(), v.clone()) for k, v in caches]
+    backend = CPUAttentionBackend(model.layer_specs, caches, BLOCK_SIZE, kernels)
+    model.bind(backend)
+    for expected, length in zip(together, LENGTHS, strict=True):
+        token_ids = torch.randint(model.vocab_size, (length,), generator=generator)
+        row = PagedRow(token_ids, torch.arange(11))
+        for new in [5, 1, 3, *[1] * 31][:length]:
+            if row.computed < length:
+                run_step(model, backend, [(row, min(new, length - row.computed))], BLOCK_SIZE)
+        actual = torch.cat(row.logits)
+        assert torch.equal(actual[: len(expected)], expected[: len(actual)])
+
+
+@each_variant
+def test_a_layer_that_computes_something_else_is_left_alone(
+    kernels: CPUKernels,
+) -> None:
+    expected = logits(wrapped("llama"))
+    model = wrapped("llama")
+    layer = model.module.model.layers[1]
+    original = layer.mlp.forward
+    layer.mlp.forward = lambda rows: 1.01 * original(rows)
+    different = logits(model)
+    report = fuse_layers(model, mode="deterministic", kernels=kernels)
+    assert report.num_fused == 2
+    assert [reason for reason in report.reasons if "differs by" in reason]
+    for actual, exact, other in zip(logits(model), different, expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=0.0, atol=1e-4)
+        assert (actual - other).abs().max() > 1e-3
+
+
+@each_variant
+def test_unknown_parts_are_named(kernels: CPUKernels) -> None:
+    model = wrapped("llama")
+    layers = model.module.model.layers
+    layers[0].mlp.act_fn = torch.nn.ReLU()
+    layers[1].input_layernorm.variance_epsilon = 1.0
+    layers[1].input_layernorm.forward = torch.nn.Identity().forward
+    layers[2].extra = torch.nn.Linear(3, 3)
+    report = fuse_layers(model, mode="deterministic", kernels=kernels)
+    assert report.num_fused == 0
+    for part in ("activation", "input_layernorm is no RMSNorm", "parts beside"):
+        assert [reason for reason in report.reasons if part in reason]
+
+
+@each_variant
+def test_replaced_weights_are_released(kernels: CPUKernels) -> None:
+    model, _ = fused("llama", kernels, "deterministic")
+    attention = model.module.model.layers[0].self_attn
+    assert attention.q_proj.weight.numel() == 0
+    assert model.module.get_input_embeddings().weight.numel() > 0
+
+
+@each_variant
+def test_other_dtypes_are_left_alone(kernels: CPUKernels) -> None:
+    model = wrapped("llama", dtype=torch.bfloat16)
+    report = fuse_layers(model, kernels=kernels)
+    assert report.num_fused == 0 and list(report.reasons) == ["bfloat16 on cpu is not fused"]
