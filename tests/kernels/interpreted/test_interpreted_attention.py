@@ -23,6 +23,7 @@ from tests.kernels.interpreted.attention_checks import (
     small_tiles,
     with_fp8_cache,
 )
+from tests.kernels.interpreted.guarded import guarded
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -221,6 +222,25 @@ def check_cache_of_more_than_2_31_elements(folder: Path) -> None:
         run_decode(large, small_tiles(), num_splits=1),
         run_decode(check_store(small), small_tiles(), num_splits=1),
     )
+
+
+def check_tables_that_end_where_memory_does() -> None:
+    """Tiles reach past the last row's blocks; what would be behind them must not be looked up."""
+    for lengths in ([(9, 1), (18, 1)], [(0, 5), (10, 9)]):
+        case = make_case(lengths, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+        tables = guarded(case.metadata.block_tables[:, :2])
+        case = dataclasses.replace(
+            case, metadata=dataclasses.replace(case.metadata, block_tables=tables)
+        )
+        tiles = small_tiles(block_n=64)
+        if case.metadata.num_decodes:
+            check_decode(check_store(case), tiles, num_splits=1)
+        else:
+            check_prefill(check_store(case), tiles)
+
+
+def test_tables_that_end_where_memory_does() -> None:
+    check_tables_that_end_where_memory_does()
 
 
 def test_offsets_past_2_31_elements(tmp_path: Path) -> None:

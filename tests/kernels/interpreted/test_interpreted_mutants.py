@@ -26,6 +26,7 @@ from tests.kernels.interpreted.attention_checks import (
 from tests.kernels.interpreted.mutants import MUTANTS, Mutant
 from tests.kernels.interpreted.test_interpreted_attention import (
     check_cache_of_more_than_2_31_elements,
+    check_tables_that_end_where_memory_does,
 )
 
 _TIMEOUT_S = 240
@@ -61,6 +62,7 @@ def run_checks(folder: Path) -> None:
             dtype=torch.float32,
         )
         check_prefill(check_store(case), small_tiles())
+    check_tables_that_end_where_memory_does()
     check_cache_of_more_than_2_31_elements(folder)
 
 
