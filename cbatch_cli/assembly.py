@@ -22,8 +22,10 @@ from cbatch_cli.request import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+    from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
+    from cbatch_cli.models.fusion import FusionReport
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
     from cbatch_cli.models.padded_generate import PaddedGenerator
@@ -84,6 +86,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     load_s: float
     trust_remote_code: bool
+    fusion: FusionReport | None
 
     def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
         """An engine with a KV cache of its own; the one before it must not be used any more.
@@ -104,6 +107,8 @@ class LoadedModel:
                 "scheduler": config.scheduler,
                 "prefix_caching": config.prefix_caching,
                 "seed": config.seed,
+                "attention_backend": self.model.attention_backend,
+                "fusion": None if self.fusion is None else self.fusion.as_dict(),
                 **dataclasses.asdict(limits),
             },
             load_s=self.load_s + time.monotonic() - start,
@@ -127,7 +132,9 @@ class LoadedModel:
         )
 
 
-def load_for_engines(model_name: str, config: EngineConfig) -> LoadedModel:
+def load_for_engines(
+    model_name: str, config: EngineConfig, log: Log = print_nothing
+) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Raises `ModelError` for a model that cannot be found or would not run correctly.
@@ -148,14 +155,17 @@ def load_for_engines(model_name: str, config: EngineConfig) -> LoadedModel:
             dtype=config.dtype,
             device=config.device,
             max_model_len=config.max_model_len,
+            attention_backend=config.attention_backend,
             trust_remote_code=config.trust_remote_code,
         )
+        fusion = _fuse(model, config, log)
     return LoadedModel(
         files=files,
         model=model,
         tokenizer=tokenizer.result(),
         load_s=time.monotonic() - start,
         trust_remote_code=config.trust_remote_code,
+        fusion=fusion,
     )
 
 
@@ -165,7 +175,34 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
     Raises `ModelError` for a model that cannot be found or would not run correctly, `UsageError`
     for settings that do not fit it.
     """
-    return load_for_engines(model_name, config).build_engine(config, log)
+    return load_for_engines(model_name, config, log).build_engine(config, log)
+
+
+def _fuse(model: HFModel, config: EngineConfig, log: Log) -> FusionReport | None:
+    """Replace layers by fused ones where that is possible; None where nothing can be fused."""
+    from cbatch_kernels.cpu_library import KernelsUnavailable
+
+    from cbatch_cli.models.fusion import fuse_layers
+
+    mode: LinearMode = "deterministic" if config.deterministic else "fast"
+    if config.quantization == "w8a16":
+        mode = "w8a16"
+    is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
+    if not is_float32_on_cpu:
+        if mode != "fast":
+            raise UsageError(f"mode {mode} needs a float32 model on a CPU")
+        return None
+    try:
+        report = fuse_layers(model, mode=mode)
+    except KernelsUnavailable as error:
+        if mode != "fast":
+            raise UsageError(f"mode {mode} needs the compiled CPU kernels: {error}") from None
+        log(f"the compiled CPU kernels are not in use: {error}")
+        return None
+    if mode != "fast" and report.num_fused < report.num_layers:
+        reasons = ", ".join(report.reasons)
+        raise UsageError(f"mode {mode} needs every layer to be fused, which failed: {reasons}")
+    return report
 
 
 def build_core(
@@ -175,7 +212,7 @@ def build_core(
 
     Raises `UsageError` for settings that do not fit the model or the memory.
     """
-    from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+    from cbatch_cli.attention.backend import build_attention_backend
     from cbatch_cli.engine.kv_cache import KVCache
     from cbatch_cli.engine.model_runner import TorchModelRunner
     from cbatch_cli.engine.sampler import Sampler
@@ -189,7 +226,15 @@ def build_core(
         dtype=model.dtype,
         device=model.device,
     )
-    backend = TorchAttentionBackend(model.layer_specs, cache.layers, limits.block_size)
+    backend = build_attention_backend(
+        model.attention_backend,
+        model.layer_specs,
+        cache.layers,
+        limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        deterministic=config.deterministic,
+    )
     model.bind(backend)
     policy = (
         StaticAdmission(limits.max_num_seqs)

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from cbatch_cli.cli_help import choices, flag, option
-from cbatch_cli.config import DtypeName, InputFormat, OnError, ProgressName, SchedulerName
+from cbatch_cli.config import (
+    AttentionBackendChoice,
+    DtypeName,
+    InputFormat,
+    OnError,
+    ProgressName,
+    QuantizationName,
+    SchedulerName,
+)
 
 Inputs = Annotated[
     list[str] | None,
@@ -189,6 +197,32 @@ Dtype = Annotated[
     DtypeName | None, option("Engine", "--dtype", choices(DtypeName), "Type of the weights.")
 ]
 Device = Annotated[str | None, option("Engine", "--device", "auto|cpu|cuda[:N]", "Where to run.")]
+AttentionBackend = Annotated[
+    AttentionBackendChoice | None,
+    option(
+        "Engine",
+        "--attention-backend",
+        choices(AttentionBackendChoice),
+        "auto is triton on a GPU and cpu, our compiled kernels, on a CPU; torch runs everywhere.",
+    ),
+]
+Quantization = Annotated[
+    QuantizationName | None,
+    option(
+        "Engine",
+        "--quantization",
+        choices(QuantizationName),
+        "w8a16 rounds weights to 8 bits, on a CPU: faster, and answers differ a little.",
+    ),
+]
+Deterministic = Annotated[
+    bool | None,
+    flag(
+        "Engine",
+        "--deterministic",
+        "Give a row's logits the same bits whatever runs beside it, on a CPU.",
+    ),
+]
 Scheduler = Annotated[
     SchedulerName | None,
     option(

@@ -24,6 +24,8 @@ DEMO_MODEL = "gemma-3-270m"
 InputFormat = Literal["auto", "jsonl", "parquet", "csv", "openai"]
 SchedulerName = Literal["continuous", "static"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackendChoice = Literal["auto", "triton", "cpu", "torch"]
+QuantizationName = Literal["none", "w8a16"]
 ProgressName = Literal["auto", "plain", "json", "none"]
 OnError = Literal["record", "fail"]
 
@@ -66,6 +68,11 @@ class EngineConfig:
     """Longest prompt plus output in tokens."""
     dtype: DtypeName = "auto"
     device: str = "auto"
+    attention_backend: AttentionBackendChoice = "auto"
+    quantization: QuantizationName = "none"
+    """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
+    deterministic: bool = False
+    """A row's logits have the same bits whatever runs beside it."""
     scheduler: SchedulerName = "continuous"
     prefix_caching: bool = True
     seed: int = 0

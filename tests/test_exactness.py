@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from cbatch_cli.assembly import build_core
+from cbatch_cli.assembly import build_core, load_for_engines
 from cbatch_cli.config import DEMO_MODEL, EngineConfig
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.models.hf_model import HFModel
@@ -141,8 +141,15 @@ def oracle(files: ModelFiles) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def model(files: ModelFiles) -> HFModel:
-    return load_model(files, dtype="float32", device="cpu")
+def model() -> HFModel:
+    """As `cbatch run` loads it on this machine: with the compiled kernels, where they are built."""
+    return load_for_engines(DEMO_MODEL, EngineConfig(dtype="float32", device="cpu")).model
+
+
+@pytest.fixture(scope="module")
+def plain_model(files: ModelFiles) -> HFModel:
+    """As a machine without a compiler runs it."""
+    return load_model(files, dtype="float32", device="cpu", attention_backend="torch")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +211,7 @@ def run(core: EngineCore, requests: Iterable[Request]) -> dict[int, RequestOutpu
 
 
 def test_the_cases_cover_every_pair_of_settings() -> None:
-    assert len(CASES) <= 10
+    assert len(CASES) + 1 <= 10
     settings = {
         "block_size": (1, 16, 64),
         "budget": (16, 64, 2048),
@@ -227,6 +234,17 @@ def test_the_oracle_is_sure_of_its_ids(expected: Sequence[Expected]) -> None:
 def test_greedy_ids_are_those_of_transformers(
     case: Case, model: HFModel, expected: Sequence[Expected]
 ) -> None:
+    check_case(case, model, expected)
+
+
+def test_greedy_ids_are_the_same_without_compiled_kernels(
+    plain_model: HFModel, expected: Sequence[Expected]
+) -> None:
+    check_case(CASES[4], plain_model, expected)
+
+
+def check_case(case: Case, model: HFModel, expected: Sequence[Expected]) -> None:
+    """Run all rows as the case says and compare."""
     num_checked = num_preemptions = num_cached_tokens = 0
     for rows in case.waves(expected):
         core, _ = build_core(model, case.engine_config(rows))

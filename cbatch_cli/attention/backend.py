@@ -13,7 +13,7 @@ from torch import Tensor
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 from cbatch_cli.errors import UsageError
 
-AttentionBackendName = Literal["triton", "torch"]
+AttentionBackendName = Literal["triton", "cpu", "torch"]
 
 
 class AttentionBackend(Protocol):
@@ -42,15 +42,20 @@ class AttentionBackend(Protocol):
 
 
 def choose_attention_backend(
-    name: Literal["auto", "triton", "torch"], device: torch.device
+    name: Literal["auto", "triton", "cpu", "torch"], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackendName:
-    """Which backend runs on `device`: triton on CUDA and ROCm where it is installed, else torch.
+    """Which backend runs on `device` with keys and values of `dtype`.
 
-    Raises `UsageError` when triton is asked for where it cannot run.
+    Auto is triton on CUDA and ROCm where it is installed, our compiled kernels on a CPU where they
+    are, else torch. Raises `UsageError` when one is asked for that cannot run.
     """
     is_installed = importlib.util.find_spec("triton") is not None
     if name == "auto":
-        return "triton" if device.type == "cuda" and is_installed else "torch"
+        if device.type == "cuda":
+            return "triton" if is_installed else "torch"
+        return "cpu" if _why_no_cpu_kernels(device, dtype) is None else "torch"
+    if name == "cpu" and (reason := _why_no_cpu_kernels(device, dtype)):
+        raise UsageError(f"attention backend cpu: {reason}")
     if name == "triton":
         if not is_installed:
             raise UsageError("attention backend triton: the package triton is not installed")
@@ -77,6 +82,10 @@ def build_attention_backend(
         from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 
         return TorchAttentionBackend(layers, caches, block_size)
+    if name == "cpu":
+        from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
+
+        return CPUAttentionBackend(layers, caches, block_size)
     from cbatch_cli.attention.triton_backend import TritonAttentionBackend
 
     return TritonAttentionBackend(
@@ -87,3 +96,20 @@ def build_attention_backend(
         max_model_len=max_model_len,
         deterministic=deterministic,
     )
+
+
+def _why_no_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps the compiled kernels from running; None where they do."""
+    from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
+
+    from cbatch_cli.attention.cpu_backend import CACHE_DTYPES
+
+    if device.type != "cpu":
+        return f"it does not run on {device.type}"
+    if dtype not in CACHE_DTYPES:
+        return f"it does not run with {dtype}".replace("torch.", "")
+    try:
+        load_kernels()
+    except KernelsUnavailable as error:
+        return str(error)
+    return None

@@ -50,6 +50,15 @@ class FusionReport:
     linear_kinds: Mapping[str, int]
     """The linear layers in use by kind, the output head among them."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_layers": self.num_layers,
+            "num_fused": self.num_fused,
+            "reasons": dict(self.reasons),
+            "linear_kinds": dict(self.linear_kinds),
+        }
+
 
 def fuse_layers(
     model: HFModel,
@@ -149,7 +158,7 @@ def _fuse_head(model: HFModel, *, mode: LinearMode, kernels: CPUKernels) -> str 
 
     def forward(hidden_states: Tensor) -> Tensor:
         logits: Tensor = linear(hidden_states.flatten(0, -2))
-        return logits.unflatten(0, hidden_states.shape[:-1])
+        return logits.view(*hidden_states.shape[:-1], linear.num_columns)
 
     head.forward = forward  # type: ignore[method-assign, assignment]
     kind: str = linear.kind

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.backend import AttentionBackend, AttentionBackendName
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.errors import ModelError
 from cbatch_cli.models.attention_hook import ATTENTION, RECORDER, Recording
@@ -42,6 +42,8 @@ class HFModel:
         self.generation_defaults = generation_defaults
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.attention_backend: AttentionBackendName = "torch"
+        """The backend that was found to give the model's own logits."""
         self.num_parameter_bytes = sum(
             parameter.numel() * parameter.element_size() for parameter in model.parameters()
         )

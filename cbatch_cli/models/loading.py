@@ -13,7 +13,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from cbatch_cli.config import DtypeName
+from cbatch_cli.attention.backend import AttentionBackendName, choose_attention_backend
+from cbatch_cli.config import AttentionBackendChoice, DtypeName
 from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models.context_length import resolve_max_model_len
 from cbatch_cli.models.hf_model import HFModel
@@ -56,6 +57,7 @@ def load_model(
     dtype: DtypeName = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    attention_backend: AttentionBackendChoice = "auto",
     trust_remote_code: bool = False,
 ) -> HFModel:
     """Load a model and check it against its own attention code.
@@ -77,6 +79,7 @@ def load_model(
         )
         hf_model = _checked(
             model,
+            attention_backend,
             max_model_len=length,
             eos_token_ids=_eos_token_ids(model, files),
             generation_defaults=_generation_defaults(model),
@@ -191,11 +194,13 @@ def _require_finite(model: PreTrainedModel, files: ModelFiles) -> None:
             raise ModelError(f"{where} is damaged: the weight {name} holds NaN or infinity")
 
 
-def _checked(model: PreTrainedModel, **known: Any) -> HFModel:
+def _checked(
+    model: PreTrainedModel, attention_backend: AttentionBackendChoice, **known: Any
+) -> HFModel:
     try:
         hf_model = HFModel(model, **known)
-        self_check(hf_model)
-    except ModelError:
+        hf_model.attention_backend = _settle_backend(hf_model, attention_backend)
+    except (ModelError, UsageError):
         raise
     except Exception as error:  # modelling code that packed tokens break can fail in any way
         raise ModelError(
@@ -203,6 +208,23 @@ def _checked(model: PreTrainedModel, **known: Any) -> HFModel:
             f"{type(error).__name__}: {_first_line(error)}"
         ) from error
     return hf_model
+
+
+def _settle_backend(model: HFModel, name: AttentionBackendChoice) -> AttentionBackendName:
+    """The attention backend that gives the model's own logits; torch where a faster one does not.
+
+    Raises as `self_check` does, and whatever a backend raises that was asked for by name.
+    """
+    choice = choose_attention_backend(name, model.device, model.dtype)
+    try:
+        self_check(model, choice)
+    except Exception as error:
+        if name != "auto" or choice == "torch":
+            raise
+        self_check(model, "torch")
+        LOGGER.warning("attention runs on torch, not on %s: %s", choice, _first_line(error))
+        return "torch"
+    return choice
 
 
 def _first_line(error: Exception) -> str:

@@ -11,13 +11,17 @@ import math
 import torch
 from torch import Tensor
 
+from cbatch_cli.attention.backend import (
+    AttentionBackend,
+    AttentionBackendName,
+    build_attention_backend,
+)
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
-from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.errors import ModelError
 from cbatch_cli.models.hf_model import HFModel
 
-# Small, so that short rows cross block boundaries.
-_BLOCK_SIZE = 4
+# Small, so that short rows cross block boundaries; 16 is the smallest that Triton kernels take.
+_BLOCK_SIZES: dict[AttentionBackendName, int] = {"torch": 4, "cpu": 4, "triton": 16}
 
 # How many new tokens of each of two rows a step computes: a chunk, a decode beside a chunk, a chunk
 # beside a decode. Few steps, since each one reads all weights.
@@ -35,10 +39,10 @@ _LONGEST_WINDOW = 128
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
-def self_check(model: HFModel) -> None:
+def self_check(model: HFModel, backend_name: AttentionBackendName = "torch") -> None:
     """Raise `ModelError` if packed, chunked logits differ from the model's own, one-shot ones.
 
-    Binds an attention backend of its own to the model: bind another one afterwards.
+    Binds an attention backend of that name to the model: bind another one afterwards.
     """
     schedule = _schedule(model)
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +51,9 @@ def self_check(model: HFModel) -> None:
         for lengths in zip(*schedule, strict=True)
     ]
     errors = []
-    for row, compared in zip(rows, _packed_logits(model, rows, schedule), strict=True):
+    for row, compared in zip(
+        rows, _packed_logits(model, rows, schedule, backend_name), strict=True
+    ):
         expected = model.eager_logits(row.to(model.device), torch.tensor(list(compared)))
         errors.append(_relative_errors(torch.stack(list(compared.values())), expected))
     error = _judged_error(torch.cat(errors), model.dtype)
@@ -72,16 +78,20 @@ def _schedule(model: HFModel) -> list[list[int]]:
 
 
 def _packed_logits(
-    model: HFModel, rows: list[Tensor], schedule: list[list[int]]
+    model: HFModel,
+    rows: list[Tensor],
+    schedule: list[list[int]],
+    backend_name: AttentionBackendName,
 ) -> list[dict[int, Tensor]]:
     """Logits `[vocab]` of each row by position, computed as the schedule says."""
-    num_blocks = [math.ceil(len(row) / _BLOCK_SIZE) for row in rows]
+    block_size = _BLOCK_SIZES[backend_name]
+    num_blocks = [math.ceil(len(row) / block_size) for row in rows]
     # The blocks of a row lie apart and out of order, and what was not written is not a number.
     pool = torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(1)).int()
     tables = torch.zeros(len(rows), max(num_blocks), dtype=torch.int32)
     for row, blocks in enumerate(torch.split(pool, num_blocks)):
         tables[row, : len(blocks)] = blocks
-    backend = _poisoned_backend(model, len(pool))
+    backend = _poisoned_backend(model, rows, len(pool), backend_name)
     model.bind(backend)
 
     logits: list[dict[int, Tensor]] = [{} for _ in rows]
@@ -92,7 +102,7 @@ def _packed_logits(
             for row in sorted(range(len(rows)), key=new_tokens.__getitem__)  # decodes first
             if new_tokens[row]
         ]
-        backend.begin_step([_metadata(parts, tables, model.device)])
+        backend.begin_step([_metadata(parts, tables, block_size, model.device)])
         compared = [
             (row, int(position), start + index)
             for (row, positions), start in zip(parts, _starts(parts), strict=False)
@@ -110,15 +120,26 @@ def _packed_logits(
     return logits
 
 
-def _poisoned_backend(model: HFModel, num_blocks: int) -> TorchAttentionBackend:
+def _poisoned_backend(
+    model: HFModel, rows: list[Tensor], num_blocks: int, name: AttentionBackendName
+) -> AttentionBackend:
+    block_size = _BLOCK_SIZES[name]
+
     def cache(spec: LayerSpec, head_dim: int) -> Tensor:
-        shape = (num_blocks, _BLOCK_SIZE, spec.num_kv_heads, head_dim)
+        shape = (num_blocks, block_size, spec.num_kv_heads, head_dim)
         return torch.full(shape, math.nan, dtype=model.dtype, device=model.device)
 
     caches = [
         (cache(spec, spec.head_dim), cache(spec, spec.value_head_dim)) for spec in model.layer_specs
     ]
-    return TorchAttentionBackend(model.layer_specs, caches, _BLOCK_SIZE)
+    return build_attention_backend(
+        name,
+        model.layer_specs,
+        caches,
+        block_size,
+        max_num_seqs=len(rows),
+        max_model_len=max(map(len, rows)),
+    )
 
 
 def _starts(parts: list[tuple[int, Tensor]]) -> list[int]:
@@ -126,13 +147,13 @@ def _starts(parts: list[tuple[int, Tensor]]) -> list[int]:
 
 
 def _metadata(
-    parts: list[tuple[int, Tensor]], tables: Tensor, device: torch.device
+    parts: list[tuple[int, Tensor]], tables: Tensor, block_size: int, device: torch.device
 ) -> AttentionMetadata:
     """The layout of a step that computes these positions of these rows."""
     query_lens = tuple(len(positions) for _, positions in parts)
     seq_lens = tuple(int(positions[-1]) + 1 for _, positions in parts)
     slots = [
-        tables[row, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        tables[row, positions // block_size].long() * block_size + positions % block_size
         for row, positions in parts
     ]
     return AttentionMetadata(
