@@ -24,6 +24,7 @@ from cbatch_cli.config import EngineConfig, JobConfig
 from cbatch_cli.engine.admission import StaticAdmission
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.errors import UsageError
+from cbatch_cli.generation import TextGeneration
 from tests.fakes import make_request, make_scheduler
 from tests.null_engine import MAX_MODEL_LEN, NullRunner, NullTokenizer
 from tests.tiny_models import tiny_llama
@@ -308,8 +309,9 @@ def test_an_engine_given_back_leaves_no_cache_behind(tmp_path: Path) -> None:
     engine = loaded.build_engine(EngineConfig(max_num_seqs=2, num_kv_blocks=8))
     assert isinstance(engine.client, EngineCore)
     core = weakref.ref(engine.client)
-    list(engine.client.generate([make_request(0, [1, 2], max_tokens=2)]))
-    del engine
+    generation = TextGeneration(engine.client, engine.tokenizer)
+    assert len(list(generation.generate([make_request(0, [1, 2], max_tokens=2)]))) == 1
+    del engine, generation
     loaded.release_engine()
     assert core() is None
     binding = [name for m in loaded.model._model.modules() for name in vars(m) if "binding" in name]
