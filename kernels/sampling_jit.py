@@ -48,12 +48,12 @@ def scale_logits_kernel(
 def _ordered_bits(x):
     """Unsigned numbers in the order of the floats."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _float_of(ordered):
-    bits = tl.where(ordered >= 0x80000000, ordered & 0x7FFFFFFF, ~ordered)
+    bits = tl.where(ordered >= 0x80000000, ordered & 0x7FFFFFFF, ordered ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
