@@ -136,6 +136,13 @@ def test_unknown_parts_are_named(kernels: CPUKernels) -> None:
 
 
 @each_variant
+def test_a_step_without_samples_gives_no_logits(kernels: CPUKernels) -> None:
+    model, _ = fused("llama", kernels, "deterministic")
+    head = model.module.get_output_embeddings()
+    assert head(torch.zeros(1, 0, 32)).shape == (1, 0, model.vocab_size)
+
+
+@each_variant
 def test_replaced_weights_are_released(kernels: CPUKernels) -> None:
     model, _ = fused("llama", kernels, "deterministic")
     attention = model.module.model.layers[0].self_attn
