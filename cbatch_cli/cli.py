@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 import cbatch_cli
 from cbatch_cli import cli_options as opt
+from cbatch_cli import cli_output_options as output_opt
 from cbatch_cli.bench import options as bench_opt
 from cbatch_cli.bench.config import REPEAT, BenchConfig, build_bench_config
 from cbatch_cli.cli_help import SectionedCommand
+from cbatch_cli.cli_outcome import (
+    EXIT_ROW_ERRORS,
+    EXIT_USAGE,
+    guarded,
+    json_text,
+    print_data,
+    print_error,
+)
 from cbatch_cli.config import ENGINE_FIELDS, JOB_FIELDS, JobConfig, build_job_config, to_toml
-from cbatch_cli.errors import CBatchError
-
-EXIT_INTERNAL = 1
-EXIT_USAGE = 2
-EXIT_ROW_ERRORS = 4
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     add_completion=False,
@@ -43,20 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(given, prog_name="cbatch", standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "cbatch")
-        _print_error(f"{error.format_message()} (see {command} --help)")
+        print_error(f"{error.format_message()} (see {command} --help)")
         return EXIT_USAGE
     return int(status or 0)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        _print_data(f"cbatch {cbatch_cli.__version__}\n")
+        print_data(f"cbatch {cbatch_cli.__version__}\n")
         raise typer.Exit
 
 
 def _print_help(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        _print_data(ctx.get_help() + "\n")
+        print_data(ctx.get_help() + "\n")
         raise typer.Exit
 
 
@@ -117,6 +116,9 @@ def run(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    attention_backend: opt.AttentionBackend = None,
+    quantization: opt.Quantization = None,
+    deterministic: opt.Deterministic = None,
     scheduler: opt.Scheduler = None,
     no_prefix_caching: opt.NoPrefixCaching = False,
     trust_remote_code: opt.TrustRemoteCode = None,
@@ -149,13 +151,13 @@ def run(
     def action() -> int:
         config = build_job_config(_settings(ctx), config_file=config_file)
         if dump_config:
-            _print_data(to_toml(config))
+            print_data(to_toml(config))
             return 0
         if dry_run:
             return _dry_run(config, json_summary=json_summary)
         return _run_job(config, json_summary=json_summary, quiet=quiet)
 
-    return _guarded(action, verbose=verbose)
+    return guarded(action, verbose=verbose)
 
 
 @app.command(cls=SectionedCommand)
@@ -176,6 +178,9 @@ def bench(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    attention_backend: opt.AttentionBackend = None,
+    quantization: opt.Quantization = None,
+    deterministic: opt.Deterministic = None,
     no_prefix_caching: opt.NoPrefixCaching = False,
     trust_remote_code: opt.TrustRemoteCode = None,
     json_result: bench_opt.Json = False,
@@ -200,7 +205,56 @@ def bench(
         )
         return _run_bench(config, json_result=json_result, quiet=quiet)
 
-    return _guarded(action, verbose=verbose)
+    return guarded(action, verbose=verbose)
+
+
+@app.command(cls=SectionedCommand)
+def status(
+    output: output_opt.Target,
+    as_json: output_opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Tell where the run of an output stands, whether it is running, interrupted or done.
+
+    Reads files only, and does not disturb a run. Of a job that is run in shards, tells of each.
+    """
+
+    def action() -> int:
+        from cbatch_cli.status import read_status, status_dict, status_text
+
+        statuses = read_status(output)
+        print_data(json_text(status_dict(statuses)) if as_json else status_text(statuses))
+        return 0
+
+    return guarded(action, verbose=verbose)
+
+
+@app.command(cls=SectionedCommand)
+def merge(
+    output: output_opt.MergeTarget,
+    overwrite: opt.Overwrite = None,
+    remove_shards: output_opt.RemoveShards = False,
+    as_json: output_opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Check the outputs of all shards of a job and join them into one.
+
+    It is then as if the job had been run without --shard, and its rows are in the same order.
+    """
+
+    def action() -> int:
+        from cbatch_cli.merge import merge_shards
+        from cbatch_cli.summary import summary_text
+
+        summary = merge_shards(output, overwrite=bool(overwrite), remove_shards=remove_shards)
+        if as_json:
+            print_data(json_text(summary))
+        elif not quiet:
+            print(summary_text(summary), file=sys.stderr)
+        return 0
+
+    return guarded(action, verbose=verbose)
 
 
 def _settings(ctx: typer.Context) -> dict[str, Any]:
@@ -225,7 +279,7 @@ def _run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
             print(line, file=sys.stderr, flush=True)
 
     result = run_bench(config, log=log)
-    _print_data(_json_text(result) if json_result else bench_table(result))
+    print_data(json_text(result) if json_result else bench_table(result))
     return 0
 
 
@@ -244,7 +298,7 @@ def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
     finally:
         progress.close()
     if json_summary:
-        _print_data(_json_text(summary))
+        print_data(json_text(summary))
     elif not quiet:
         progress.show_summary(summary)
     return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
@@ -254,49 +308,5 @@ def _dry_run(config: JobConfig, *, json_summary: bool) -> int:
     from cbatch_cli.dry_run import describe_job, dry_run_text
 
     description = describe_job(config)
-    _print_data(_json_text(description) if json_summary else dry_run_text(description))
+    print_data(json_text(description) if json_summary else dry_run_text(description))
     return 0
-
-
-def _guarded(action: Callable[[], int], *, verbose: bool) -> int:
-    """The exit status of `action`, with what it raises told in one line on stderr."""
-    with warnings.catch_warnings():
-        if not verbose:
-            warnings.simplefilter("ignore")
-            os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        try:
-            return action()
-        except (Exception, KeyboardInterrupt) as error:
-            if verbose:
-                traceback.print_exc()
-            status, message = _explain(error)
-            hint = " (-v shows the traceback)" if status == EXIT_INTERNAL and not verbose else ""
-            _print_error(message + hint)
-            return status
-
-
-def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit status that `error` stands for, and what to say about it."""
-    if isinstance(error, CBatchError):
-        return error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted"
-    return EXIT_INTERNAL, f"internal error: {type(error).__name__}: {error}"
-
-
-def _print_error(message: str) -> None:
-    line = " ".join(message.split())
-    print(f"cbatch: error: {line}", file=sys.stderr)
-
-
-def _json_text(value: Mapping[str, Any]) -> str:
-    import orjson
-
-    return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE).decode()
-
-
-def _print_data(text: str) -> None:
-    """Write to stdout; a reader that has gone away changes nothing about the run."""
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(text)
-        sys.stdout.flush()

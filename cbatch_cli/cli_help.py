@@ -43,8 +43,8 @@ class SectionedCommand(TyperCommand):
 
 
 def _argument_text(argument: Any) -> str:
-    """A repeatable argument on a help page."""
-    return f"{argument.metavar}..."
+    """An argument on a help page."""
+    return argument.metavar if argument.nargs == 1 else f"{argument.metavar}..."
 
 
 def option(section: str, flags: str, metavar: str | None, help: str) -> Any:

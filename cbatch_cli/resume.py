@@ -51,6 +51,8 @@ class RunPlan:
     run_id: str
     shard: Shard = WHOLE
     """The rows of the input that are the job's."""
+    num_input_rows: int | None = None
+    """Rows of the whole input, where that is known before they are read."""
     fingerprint: Mapping[str, Any]
     places: list[dict[str, Any]]
     """Where the inputs were when every row that is done was read from them."""
@@ -121,6 +123,7 @@ class RunPlan:
             "run_id": self.run_id,
             "fingerprint": self.fingerprint,
             "places": self.places,
+            "num_input_rows": self.num_input_rows,
             "overwrite": self.overwrite,
             "settled": settled,
             "retry_errors": self.retry_errors and summary is None,
@@ -146,6 +149,8 @@ def job_fingerprint(
         "model": model_commit,
         "template": template,
         "dtype": config.engine.dtype,
+        "quantization": config.engine.quantization,
+        "deterministic": config.engine.deterministic,
         "seed": config.engine.seed,
         "max_model_len": config.engine.max_model_len,
         "sampling": {k: _plain(v) for k, v in config.sampling_options.items()},
@@ -170,12 +175,13 @@ def plan_run(
     plan = RunPlan(
         run_id=uuid.uuid4().hex,
         shard=shard or WHOLE,
+        num_input_rows=source.num_rows,
         fingerprint=fingerprint,
         places=inputs_places(source.files),
         overwrite=config.overwrite,
     )
     earlier = _earlier_run(config, work_dir, target, fingerprint)
-    summary = None if earlier is None else _done_summary(earlier, target)
+    summary = None if earlier is None else done_summary(earlier, target)
     if earlier is not None and earlier["summary"] and summary is None:
         earlier = None  # the answers were taken away
     if earlier is None or config.no_resume:
@@ -221,7 +227,7 @@ def _earlier_run(
         return None
     if earlier is None or not earlier["overwrite"] or earlier["fingerprint"] != fingerprint:
         return None
-    return earlier if _done_summary(earlier, target) is None else None
+    return earlier if done_summary(earlier, target) is None else None
 
 
 def _take_up(
@@ -250,7 +256,7 @@ def _open_results(target: OutputTarget, number: int, config: JobConfig) -> Parqu
     return ParquetResults(path, with_token_ids=config.return_token_ids)
 
 
-def _done_summary(run: Mapping[str, Any], target: OutputTarget) -> dict[str, Any] | None:
+def done_summary(run: Mapping[str, Any], target: OutputTarget) -> dict[str, Any] | None:
     """The summary of a run whose answers are in place; None for one that is not done."""
     if run["summary"] is not None:
         return run["summary"] if target.path.exists() else None

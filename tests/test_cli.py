@@ -407,7 +407,10 @@ def test_a_reader_of_stdout_that_is_gone_changes_nothing(arguments: list[str], s
     process.stderr.close()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("run", "bench", "status", "merge"))],
+)
 def test_help_is_as_recorded(
     arguments: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

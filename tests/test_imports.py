@@ -146,6 +146,12 @@ def test_the_shell_loads_nothing_heavy(statement: str) -> None:
     assert not loaded_by(statement) & {"torch", "transformers", "datasets", "pyarrow", "rich"}
 
 
+@pytest.mark.parametrize("command", ["status", "merge"])
+def test_looking_at_outputs_loads_no_torch(command: str) -> None:
+    statement = f"from cbatch_cli.cli import main; assert main(['{command}', 'a.parquet']) == 2"
+    assert not loaded_by(statement) & {"torch", "transformers", "datasets"}
+
+
 def test_help_loads_no_pydantic() -> None:
     """It would take as long as all the rest of the help."""
     assert "pydantic" not in loaded_by("from cbatch_cli.cli import main; main(['run', '--help'])")

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from cbatch_cli.errors import OutputError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+LOCK_PATIENCE_S = 0.25
+"""How long a lock that is taken is asked for: whoever looks whether it is free has it too."""
 
 StepHook = Callable[[str, Path], None]
 """Called with the name of a step and the path it acts on, on the thread that takes the step."""
@@ -161,6 +165,7 @@ def lock(path: Path) -> int | None:
 
     The kernel frees it when the process dies. The file holds the process id of its owner.
     """
+    give_up_s = time.monotonic() + LOCK_PATIENCE_S
     with _step("lock", path):
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -174,11 +179,33 @@ def lock(path: Path) -> int | None:
                     return fd
             except BlockingIOError:
                 os.close(fd)
-                return None
+                if time.monotonic() > give_up_s:
+                    return None
+                time.sleep(LOCK_PATIENCE_S / 25)
+                continue
             except BaseException:
                 os.close(fd)
                 raise
             os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has the lock file `path`; nothing is made or changed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise OutputError(f"cannot open {path}: {error.strerror or error}") from error
+    try:
+        # Shared, so that many may ask at once. For the moment in which it is held nobody can take
+        # the lock, which is why that takes a little patience.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _is_named(fd: int, path: Path) -> bool:

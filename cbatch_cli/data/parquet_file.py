@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -106,6 +107,16 @@ class NewParquetFile:
         # What stopped the file matters more than a leftover, which the next run removes.
         with suppress(OutputError):
             durable_io.unlink(self._temporary)
+
+
+def read_note(path: Path, key: str) -> dict[str, Any]:
+    """A value of a file's key-value metadata; empty if it is none of ours, or is not there."""
+    try:
+        notes = pq.read_metadata(path).metadata or {}
+        note = orjson.loads(notes[key.encode()])
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def read_row_groups(paths: Sequence[Path]) -> Iterator[pa.Table]:

@@ -35,7 +35,7 @@ class WorkDir:
         self._lock = _lock(path)
         if self._lock is None:
             raise OutputLockedError(
-                f"{path} is locked by another run{_owner(path / LOCK_NAME)}; "
+                f"{path} is locked by another run{_process(owner(path))}; "
                 "wait for it to end, or choose another output"
             )
 
@@ -44,26 +44,8 @@ class WorkDir:
         durable_io.write_durably(self.path / RUN_NAME, dump_json({"format": FORMAT, **run}))
 
     def read_run(self) -> dict[str, Any] | None:
-        """What `write_run` stored; None where it never did.
-
-        Raises `OutputError` for what cannot be read: to take it for nothing would give up all
-        that is done. Raises `ResumeMismatchError` for what another version has left.
-        """
-        path = self.path / RUN_NAME
-        try:
-            run = _load_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise OutputError(f"cannot read {path}: {error.strerror or error}") from error
-        except ValueError:
-            raise OutputError(f"{path} is damaged; start over with --overwrite") from None
-        if run.get("format") != FORMAT:
-            raise ResumeMismatchError(
-                f"{self.path} was left by another version of cbatch; use that one to resume, "
-                "start over with --overwrite, or choose another output with -o"
-            )
-        return run
+        """What `write_run` stored; see the function of this name."""
+        return read_run(self.path)
 
     @property
     def has_run(self) -> bool:
@@ -114,6 +96,42 @@ class WorkDir:
         self.close()
 
 
+def read_run(path: Path) -> dict[str, Any] | None:
+    """The run that the work directory `path` tells of, locked or not; None where there is none.
+
+    Raises `OutputError` for what cannot be read: to take it for nothing would give up all that
+    is done. Raises `ResumeMismatchError` for what another version has left.
+    """
+    run_file = path / RUN_NAME
+    try:
+        run = _load_json(run_file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise OutputError(f"cannot read {run_file}: {error.strerror or error}") from error
+    except ValueError:
+        raise OutputError(f"{run_file} is damaged; start over with --overwrite") from None
+    if run.get("format") != FORMAT:
+        raise ResumeMismatchError(
+            f"{path} was left by another version of cbatch; use that one to resume, "
+            "start over with --overwrite, or choose another output with -o"
+        )
+    return run
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a run has the work directory `path`; asking does not disturb it."""
+    return durable_io.is_locked(path / LOCK_NAME)
+
+
+def owner(path: Path) -> int | None:
+    """The process of the run that has the work directory `path`; None where it has not said."""
+    try:
+        return int((path / LOCK_NAME).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
 def _lock(path: Path) -> int | None:
     """Lock the directory, made if it is not there; None if another process has the lock."""
     while True:
@@ -138,9 +156,5 @@ def _load_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _owner(lock: Path) -> str:
-    try:
-        pid = lock.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return f" (process {pid})" if pid else ""
+def _process(pid: int | None) -> str:
+    return "" if pid is None else f" (process {pid})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -151,4 +152,40 @@ def test_a_lock_on_a_removed_file_does_not_count(
 
     assert fd is not None
     assert os.path.samestat(os.fstat(fd), os.stat(path))
+    os.close(fd)
+
+
+def test_asking_for_a_lock_makes_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not durable_io.is_locked(path)
+    assert not durable_io.is_locked(tmp_path / "no" / "where")
+    assert list(tmp_path.iterdir()) == []
+
+    fd = durable_io.lock(path)
+    assert fd is not None
+    assert durable_io.is_locked(path)
+    assert durable_io.is_locked(path)
+    os.close(fd)
+    assert not durable_io.is_locked(path)
+    assert path.read_text() == str(os.getpid())
+    assert not durable_io.is_locked(path / "below")
+
+
+def test_a_lock_that_is_free_in_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    asking = os.open(path, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            os.close(asking)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    fd = durable_io.lock(path)
+    assert fd is not None and len(sleeps) == 2
     os.close(fd)
