@@ -11,6 +11,7 @@ from typing import Any
 
 from cbatch_cli.assembly import EngineLoader, LoadedEngine, Log, print_nothing
 from cbatch_cli.config import EngineConfig
+from cbatch_cli.engine.client import ModelRunner
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
@@ -59,8 +60,14 @@ def null_answer(row: int, prompt: str, max_tokens: int) -> str:
     return bytes(null_token(row, start + i) for i in range(max_tokens)).decode()
 
 
-def load_null_engine(model: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
-    """In place of `cbatch_cli.assembly.load_engine`."""
+def load_null_engine(
+    model: str,
+    config: EngineConfig,
+    log: Log = print_nothing,
+    *,
+    runner: ModelRunner | None = None,
+) -> LoadedEngine:
+    """In place of `cbatch_cli.assembly.load_engine`; `runner` is a `NullRunner` unless given."""
     scheduler = make_scheduler(
         num_blocks=1024,
         block_size=16,
@@ -70,7 +77,7 @@ def load_null_engine(model: str, config: EngineConfig, log: Log = print_nothing)
         prefix_caching=False,
     )
     return LoadedEngine(
-        client=EngineCore(scheduler=scheduler, runner=NullRunner()),
+        client=EngineCore(scheduler=scheduler, runner=runner or NullRunner()),
         tokenizer=NullTokenizer(),  # type: ignore[arg-type]
         generation_defaults={},
         description={"model": model, "commit": None, "max_model_len": MAX_MODEL_LEN},
