@@ -291,7 +291,7 @@ MaxErrors = Annotated[
         "Output",
         "--max-errors",
         "N|P%",
-        "Stop when more rows have failed, in number or as a share of those done. Without it the "
+        "Stop when more rows have failed, in number or as a share of those so far. Without it the "
         "run stops if its first 100 rows all fail.",
     ),
 ]

@@ -142,7 +142,7 @@ class JobConfig:
     """Run the failed rows of an earlier run again."""
     on_error: OnError = "record"
     max_errors: str | None = None
-    """Failed rows, as a number or as a percentage of the rows done, that stop the run."""
+    """Failed rows, as a number or as a percentage of the rows so far, that stop the run."""
     errors_file: str | None = None
     """JSONL file for the failed rows, which can be run again."""
     allow_errors: bool = False

@@ -201,7 +201,7 @@ class _BatchJob:
             finalize=self._generation.finalize,
             journal=self._journal,
             write=self._sink.add,
-            guard=ErrorGuard(config),
+            guard=ErrorGuard(config, shard=plan.shard, parts=plan.parts.values()),
             counts=self._counts,
             return_token_ids=config.return_token_ids,
         )

@@ -75,7 +75,7 @@ class JobWriter:
         finalize: Callable[[Request, RequestOutput], RequestOutput],
         journal: Journal,
         write: Callable[[Row, RowResult], None],
-        guard: Callable[[RowCounts, RowError | None], None],
+        guard: Callable[[int, RowCounts, RowError | None], None],
         counts: RowCounts,
         return_token_ids: bool,
     ) -> None:
@@ -120,7 +120,7 @@ class JobWriter:
             self._journal.append_result(row.index, row.content_hash, result)
         self._write(row, result)
         self.counts.add(result.error)
-        self._guard(self.counts, result.error)
+        self._guard(row.index, self.counts, result.error)
 
     def _result(self, row: Row, outcome: Answer | RowError) -> RowResult:
         if isinstance(outcome, RowError):
