@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from cbatch_cli.attention import torch_backend
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.errors import ModelError
-from cbatch_cli.models import self_check as self_check_module
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.self_check import self_check
 from tests.tiny_models import CONFIGS, INITIALIZER_RANGE, VOCAB_SIZE, model_of, tiny_model
@@ -229,7 +229,7 @@ def test_self_check_sees_a_backend_that_ignores_an_argument(
             assert kwargs[dropped] is not None
             return super().forward(*args, **{**kwargs, dropped: None})
 
-    monkeypatch.setattr(self_check_module, "TorchAttentionBackend", Forgetful)
+    monkeypatch.setattr(torch_backend, "TorchAttentionBackend", Forgetful)
     with pytest.raises(ModelError, match="differ from those of their own attention"):
         self_check(wrap(tiny_model(name)))
 
@@ -241,6 +241,6 @@ def test_self_check_does_not_take_nan_for_a_small_difference(
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             return super().forward(*args, **kwargs) * torch.nan
 
-    monkeypatch.setattr(self_check_module, "TorchAttentionBackend", Broken)
+    monkeypatch.setattr(torch_backend, "TorchAttentionBackend", Broken)
     with pytest.raises(ModelError, match="by nan of the logits' spread"):
         self_check(wrap(tiny_model("llama")))
