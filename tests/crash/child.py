@@ -59,8 +59,7 @@ def main(run: Run) -> NoReturn:
         durable_io.on_step = steps.on_step
         _watch_journal(steps.log_row)
         config = build_job_config(run.options)
-        while run.barrier is not None and not os.path.exists(run.barrier):
-            time.sleep(0.001)
+        wait_for(run.barrier)
         run_job(config, loader=EngineLoader(identify=str, load=_loader(run, steps.log_row)))
         code = 0
     except CBatchError as error:
@@ -72,6 +71,12 @@ def main(run: Run) -> NoReturn:
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
         os._exit(code)
+
+
+def wait_for(path: str | None) -> None:
+    """Return once the file is there."""
+    while path is not None and not os.path.exists(path):
+        time.sleep(0.001)
 
 
 class Fault:
@@ -227,6 +232,7 @@ def _loader(run: Run, log: Any) -> Any:
     def execute(
         self: null_engine.NullRunner, step: SchedulerOutput, stats: EngineStats
     ) -> StepOutput:
+        wait_for(run.hold)
         if run.step_s:
             time.sleep(run.step_s)
         token_ids = {

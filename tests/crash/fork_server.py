@@ -52,6 +52,8 @@ class Run:
     """Whether to log every step, for images of a power failure."""
     barrier: str | None = None
     """A file to wait for before the start, so that runs start together."""
+    hold: str | None = None
+    """A file that the engine waits for in its first step."""
     max_bytes: int | None = None
     """Address space the process may use."""
 
@@ -98,6 +100,10 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(run)) + "\n")
         self._process.stdin.flush()
+
+    def is_done(self) -> bool:
+        """Whether the run that was started has ended."""
+        return bool(select.select([self._process.stdout], [], [], 0.01)[0])
 
     def wait(self) -> Outcome:
         """The outcome of the run that was started."""
