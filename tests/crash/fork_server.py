@@ -66,6 +66,8 @@ class Outcome:
     """Negative: the signal that ended it."""
     seconds: float
     is_hung: bool
+    peak_bytes: int
+    """Most memory that the process had in use."""
 
     @property
     def was_killed(self) -> bool:
@@ -159,11 +161,12 @@ def _fork(run: Run) -> Outcome:
             _signal(pid, signal.SIGABRT)  # faulthandler tells where it stands
     finally:
         os.close(pidfd)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
     return Outcome(
         exit_code=os.waitstatus_to_exitcode(status),
         seconds=time.monotonic() - started_at,
         is_hung=is_hung,
+        peak_bytes=1024 * usage.ru_maxrss,
     )
 
 
