@@ -144,8 +144,8 @@ def test_what_the_kernels_do_not_have_is_refused() -> None:
 
 
 def test_choice_under_the_interpreter() -> None:
-    assert choose_attention_backend("triton", torch.device("cpu")) == "triton"
-    assert choose_attention_backend("auto", torch.device("cpu")) == "torch"
+    assert choose_attention_backend("triton", torch.device("cpu"), torch.float32) == "triton"
+    assert choose_attention_backend("auto", torch.device("cpu"), torch.float16) == "torch"
 
 
 def generate(name: str, *, config: EngineConfig) -> dict[int, tuple[int, ...]]:
