@@ -121,6 +121,8 @@ def test_as_if_it_had_been_run_whole(
     assert again == summary
     retried = job.run(None, return_token_ids=with_token_ids, retry_errors=True)
     assert retried["rows"] == num_rows and retried["rows_failed"] == expected["rows_failed"]
+    if expected["rows_failed"]:
+        assert retried["rows_resumed"] == expected["rows_ok"]
     assert content(job.output).equals(content(whole.output))
 
 
@@ -347,6 +349,7 @@ def test_a_whole_run_that_was_begun_in_its_place(job: Job, monkeypatch: pytest.M
     assert "was begun by a run of its own" in refused(job, UsageError)
     assert job.merge(overwrite=True)["rows"] == 50
     assert content(job.output).num_rows == 50
+    assert names(job.folder / f"{Path(job.output).name}.cbatch") == ["run.json"]
 
 
 class Died(BaseException):

@@ -12,6 +12,8 @@ import pytest
 
 from cbatch_cli.config import build_job_config
 from cbatch_cli.data import durable_io
+from cbatch_cli.data.jsonl_source import JsonlSource
+from cbatch_cli.data.parquet_source import ParquetSource
 from cbatch_cli.dry_run import describe_job
 from cbatch_cli.errors import OutputError, ResumeMismatchError, UsageError
 from cbatch_cli.job import run_job
@@ -81,6 +83,19 @@ def test_a_job_of_all_rows_says_nothing_of_shards(tmp_path: Path) -> None:
     assert "shard" not in run(source, f"{tmp_path}/out.parquet", None)
 
 
+def watch_skipped_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each pass over a source that can skip rows has skipped."""
+    skipped: list[int] = []
+    for source in (JsonlSource, ParquetSource):
+
+        def rows(self: Any, prompt: Any, *, rows: Any = source.rows, **options: Any) -> Any:
+            skipped.append(options["num_skipped"])
+            return rows(self, prompt, **options)
+
+        monkeypatch.setattr(source, "rows", rows)
+    return skipped
+
+
 @pytest.mark.parametrize("kind", ["out.parquet", "out/"])
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "csv"])
@@ -105,8 +120,11 @@ def test_an_interrupted_shard_is_resumed(
     with pytest.raises(OutputError):
         run(source, f"{tmp_path}/{kind}", f"{index}/3")
     monkeypatch.undo()
+    skipped = watch_skipped_rows(monkeypatch)
     summary = run(source, f"{tmp_path}/{kind}", f"{index}/3")
     assert summary["rows_resumed"] >= 4 * ROWS_PER_PART
+    # Up to the end of part 9 + index, the last that was done, nothing is read again.
+    assert skipped == ([] if file_format == "csv" else [(10 + index) * ROWS_PER_PART])
     name = f"out.shard-{index:05d}-of-00003"
     path = tmp_path / (name if kind.endswith("/") else f"{name}.parquet")
     assert answers(path) == expected(100, index, 3)
