@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from cbatch_cli.config import EngineConfig, JobConfig, build_job_config, resolved_dict, to_toml
+from cbatch_cli.config import (
+    EngineConfig,
+    JobConfig,
+    build_job_config,
+    parse_max_errors,
+    resolved_dict,
+    to_toml,
+)
 from cbatch_cli.config_values import parse_bytes
 from cbatch_cli.errors import UsageError
 
@@ -152,11 +159,14 @@ def test_a_missing_config_file_is_a_usage_error(tmp_path: Path) -> None:
         ({"stop": [""]}, "stop must be a list of non-empty strings"),
         ({"template": "x", "prompt_column": "p"}, "template cannot be combined"),
         ({"messages_column": "m", "prompt_column": "p"}, "prompt_column cannot be combined"),
+        ({"max_errors": "many"}, "max_errors must be a number of rows or a percentage"),
+        ({"max_errors": "101%"}, "max_errors must be a number of rows or a percentage"),
         ({"output_column": ""}, "output_column must not be empty"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_model_len": 1}, "max_model_len must be at least 2"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"step_timeout": 0.0}, "step_timeout must be above 0"),
         ({"device": "cuda:"}, "device must be auto, cpu, cuda or cuda:N"),
         ({"device": "auto:1"}, "device must be auto, cpu, cuda or cuda:N"),
     ],
@@ -223,6 +233,16 @@ def test_resolved_dict_holds_every_field() -> None:
     resolved = resolved_dict(JobConfig(inputs=("a",)))
     assert set(resolved) == {field.name for field in dataclasses.fields(JobConfig)}
     assert resolved["engine"]["seed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [(None, (None, None)), ("0", (0, None)), ("12", (12, None)), ("2.5%", (None, 0.025))],
+)
+def test_max_errors_is_a_number_or_a_share(
+    text: str | None, limits: tuple[int | None, float | None]
+) -> None:
+    assert parse_max_errors(text) == limits
 
 
 @pytest.mark.parametrize(
