@@ -47,6 +47,7 @@ class Disk:
         self._synced.clear()
         self._sure.clear()
         self._pending.clear()
+        self._folders.clear()
         for folder, folders, files in os.walk(self._store):
             self._sure[folder] = {}
             for name in [*folders, *files]:
@@ -111,6 +112,8 @@ class Disk:
             case "open":
                 pending.append(_Change({name: after}))
                 self._synced.setdefault(after, 0)
+                # A removed folder's number is given to the next file.
+                self._folders.discard(after)
             case "mkdir":
                 pending.append(_Change({name: after}))
                 self._folders.add(after)
