@@ -21,7 +21,7 @@ from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.errors import RowError, RowErrorType
 from cbatch_cli.job import run_job
 from cbatch_cli.request import FinishReason, Request, RequestOutput
-from tests.null_engine import NullRunner, load_null_engine
+from tests.null_engine import MAX_NUM_SEQS, NullRunner, load_null_engine
 
 NUM_ROWS = 60
 
@@ -34,8 +34,9 @@ def num_tokens(row: int) -> int:
 class WatchedRun:
     """One run of a job: what it was given, what it made, and where it is stopped.
 
-    `stop_at_step` sends this process `stop_signal` in that step of the engine. `failing` rows come
-    back with an error that another run may not meet.
+    This process gets `stop_signal` when as many ids were sampled as `stop_at_step` steps give that
+    are full: steps alone would leave what is finished to how fast rows are read. `failing` rows
+    come back with an error that another run may not meet.
     """
 
     def __init__(
@@ -98,9 +99,12 @@ class WatchedRun:
         self.finished[row] = output
         return output
 
-    def stop_if_due(self, step_id: int) -> None:
-        """Send the signal in its step."""
-        if step_id == self._stop_at_step:
+    def stop_if_due(self) -> None:
+        """Send the signal, once."""
+        if self._stop_at_step is None:
+            return
+        if self.num_sampled.total() >= MAX_NUM_SEQS * self._stop_at_step:
+            self._stop_at_step = None
             signal.raise_signal(self._stop_signal)
 
 
@@ -109,7 +113,7 @@ class _Runner(NullRunner):
         self._run = run
 
     def execute(self, step: SchedulerOutput, stats: EngineStats) -> StepOutput:
-        self._run.stop_if_due(step.step_id)
+        self._run.stop_if_due()
         output = super().execute(step, stats)
         for key, token_ids in output.token_ids.items():
             self._run.num_sampled[key.row] += len(token_ids)

@@ -155,7 +155,7 @@ def test_what_is_in_parts_is_not_even_read(
 ) -> None:
     options = write_input(tmp_path, kind)
     # Past the end of the first file, where there are two.
-    interrupt("", output, step=38, max_tokens=5, rows_per_part=7, **options)
+    interrupt("", output, step=34, max_tokens=5, rows_per_part=7, **options)
     folder = Path(output) if output.endswith("/") else work_dir_of(output)
     parts = sorted(folder.glob("part-*.parquet"))
     num_whole = next(n for n in range(99) if not (folder / f"part-{n:05d}.parquet").exists())
