@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,24 +144,20 @@ def load_for_engines(
     from cbatch_cli.text.tokenizer import load_tokenizer
 
     files = resolve_model(model_name)
-    with ThreadPoolExecutor(1) as pool:
-        # Reading weights and checking them leaves a core idle.
-        tokenizer = pool.submit(
-            load_tokenizer, files.folder, trust_remote_code=config.trust_remote_code
-        )
-        model = load_model(
-            files,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            attention_backend=config.attention_backend,
-            trust_remote_code=config.trust_remote_code,
-        )
-        fusion = _fuse(model, config, log)
+    tokenizer = load_tokenizer(files.folder, trust_remote_code=config.trust_remote_code)
+    model = load_model(
+        files,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        attention_backend=config.attention_backend,
+        trust_remote_code=config.trust_remote_code,
+    )
+    fusion = _fuse(model, config, log)
     return LoadedModel(
         files=files,
         model=model,
-        tokenizer=tokenizer.result(),
+        tokenizer=tokenizer,
         load_s=time.monotonic() - start,
         trust_remote_code=config.trust_remote_code,
         fusion=fusion,
@@ -184,24 +179,25 @@ def _fuse(model: HFModel, config: EngineConfig, log: Log) -> FusionReport | None
 
     from cbatch_cli.models.fusion import fuse_layers
 
-    mode: LinearMode = "deterministic" if config.deterministic else "fast"
+    mode: LinearMode = "fast" if config.deterministic is False else "deterministic"
+    wanted = "--deterministic" if config.deterministic else None
     if config.quantization == "w8a16":
-        mode = "w8a16"
+        mode, wanted = "w8a16", "--quantization w8a16"
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
     if not is_float32_on_cpu:
-        if mode != "fast":
-            raise UsageError(f"mode {mode} needs a float32 model on a CPU")
+        if wanted is not None:
+            raise UsageError(f"{wanted} needs a float32 model on a CPU")
         return None
     try:
         report = fuse_layers(model, mode=mode)
     except KernelsUnavailable as error:
-        if mode != "fast":
-            raise UsageError(f"mode {mode} needs the compiled CPU kernels: {error}") from None
+        if wanted is not None:
+            raise UsageError(f"{wanted} needs the compiled CPU kernels: {error}") from None
         log(f"the compiled CPU kernels are not in use: {error}")
         return None
-    if mode != "fast" and report.num_fused < report.num_layers:
+    if wanted is not None and report.num_fused < report.num_layers:
         reasons = ", ".join(report.reasons)
-        raise UsageError(f"mode {mode} needs every layer to be fused, which failed: {reasons}")
+        raise UsageError(f"{wanted} needs every layer to be fused, which failed: {reasons}")
     return report
 
 
@@ -233,7 +229,7 @@ def build_core(
         limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        deterministic=config.deterministic,
+        deterministic=bool(config.deterministic),
     )
     model.bind(backend)
     policy = (

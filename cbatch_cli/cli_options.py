@@ -219,8 +219,9 @@ Deterministic = Annotated[
     bool | None,
     flag(
         "Engine",
-        "--deterministic",
-        "Give a row's logits the same bits whatever runs beside it, on a CPU.",
+        "--deterministic/--no-deterministic",
+        "Give a row's logits the same bits whatever runs beside it: on a CPU, and done there "
+        "unless turned off, which lets a measurement at the start choose other products.",
     ),
 ]
 Scheduler = Annotated[

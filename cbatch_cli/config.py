@@ -71,8 +71,8 @@ class EngineConfig:
     attention_backend: AttentionBackendChoice = "auto"
     quantization: QuantizationName = "none"
     """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
-    deterministic: bool = False
-    """A row's logits have the same bits whatever runs beside it."""
+    deterministic: bool | None = None
+    """A row's logits have the same bits whatever runs beside it; None: where that costs nothing."""
     scheduler: SchedulerName = "continuous"
     prefix_caching: bool = True
     seed: int = 0

@@ -82,18 +82,18 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job], list[JobConfig]]:
     return install
 
 
-def succeed(on_progress: Any, log: Any) -> dict[str, Any]:
+def succeed(on_progress: Any, log: Any, **_: Any) -> dict[str, Any]:
     log("a message")
     on_progress(SNAPSHOT)
     return SUMMARY | {"rows_ok": 24, "rows_failed": 0, "errors": {}}
 
 
-def fail_some(on_progress: Any, log: Any) -> dict[str, Any]:
+def fail_some(on_progress: Any, log: Any, **_: Any) -> dict[str, Any]:
     return SUMMARY
 
 
 def failing(error: BaseException) -> Job:
-    def run(on_progress: Any, log: Any) -> dict[str, Any]:
+    def run(on_progress: Any, log: Any, **_: Any) -> dict[str, Any]:
         raise error
 
     return run
@@ -272,7 +272,7 @@ def test_verbose_shows_the_traceback(job: Any, capsys: Any) -> None:
 
 
 def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
-    def warn(on_progress: Any, log: Any) -> dict[str, Any]:
+    def warn(on_progress: Any, log: Any, **_: Any) -> dict[str, Any]:
         warnings.warn("noise", stacklevel=1)
         return succeed(on_progress, log)
 
@@ -387,8 +387,8 @@ def run_with_fake_job(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         "job = types.ModuleType('cbatch_cli.job')\n"
         f"job.run_job = lambda config, **hooks: {json.dumps(SUMMARY | {'ttft_s': 0})}\n"
         "sys.modules['cbatch_cli.job'] = job\n"
-        "from cbatch_cli.cli import main\n"
-        "sys.exit(main())\n"
+        "from cbatch_cli.__main__ import run\n"
+        "run()\n"
     )
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

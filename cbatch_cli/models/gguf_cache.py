@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import orjson
+
 from cbatch_cli.errors import ModelError
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 
 # Part of the key: raise it when a conversion gives other files than before.
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 3
 
 
 def cache_root() -> Path:
@@ -141,6 +143,22 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, result: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+    path = result / "tokenizer.json"
+    path.write_bytes(_with_joined_merges(path.read_bytes()))
+
+
+def _with_joined_merges(tokenizer_json: bytes) -> bytes:
+    """The same tokenizer with each merge as one string, which is parsed in two thirds of the time.
+
+    Unchanged where a token holds a space, at which such a string could not be split again.
+    """
+    content = orjson.loads(tokenizer_json)
+    merges = content["model"].get("merges") or []
+    if not all(isinstance(pair, list) and not any(" " in part for part in pair) for pair in merges):
+        return tokenizer_json
+    if merges:
+        content["model"]["merges"] = [" ".join(pair) for pair in merges]
+    return orjson.dumps(content)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from cbatch_cli.data.prompt_columns import PromptColumns
     from cbatch_cli.data.row import Row
+
+_LONG_TEXT = 2**16
+"""Characters beyond which a text is judged by their number before it is tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +63,8 @@ class PromptEncoder:
         self._chat = chat
         self._defaults = defaults
         self._limits: tuple[int, int] | None = None
-        self._max_characters: int | None = None
         if max_model_len is not None and kv_capacity_tokens is not None:
             self._limits = (max_model_len, kv_capacity_tokens)
-            self._max_characters = max_characters_per_token(tokenizer)
         self._special_ids = {
             token.content: token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -181,8 +183,17 @@ class PromptEncoder:
             draft.take(text)
 
     def _check_characters(self, draft: _Draft) -> None:
-        if self._limits is not None and self._max_characters is not None:
-            draft.error = check_characters(len(draft.text), self._max_characters, *self._limits)
+        if self._limits is None or len(draft.text) < _LONG_TEXT:
+            return
+        if self._max_characters_per_token is not None:
+            draft.error = check_characters(
+                len(draft.text), self._max_characters_per_token, *self._limits
+            )
+
+    @functools.cached_property
+    def _max_characters_per_token(self) -> int | None:
+        # Going through a large vocabulary takes most of a second, and few jobs have long texts.
+        return max_characters_per_token(self._tokenizer)
 
     def _check_tokens(self, draft: _Draft) -> None:
         if not draft.token_ids:

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, Qwen2Config
 
 from cbatch_cli.errors import ModelError
@@ -257,3 +258,18 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match="cannot convert the GGUF file"):
         resolve_model(str(path))
+
+
+def test_joined_merges_are_the_same_tokenizer() -> None:
+    backend = byte_level_tokenizer(chat_template=None).backend_tokenizer
+    pairs = json.loads(backend.to_str())
+    assert isinstance(pairs["model"]["merges"][0], list)
+    joined = gguf_cache._with_joined_merges(json.dumps(pairs).encode())
+    assert isinstance(json.loads(joined)["model"]["merges"][0], str)
+    assert Tokenizer.from_buffer(joined).to_str() == backend.to_str()
+
+
+def test_merges_of_tokens_with_spaces_stay_pairs() -> None:
+    merges = [["a", "b"], [" ", "a"]]
+    text = json.dumps({"model": {"type": "BPE", "merges": merges}}).encode()
+    assert gguf_cache._with_joined_merges(text) == text

@@ -1,0 +1,61 @@
+"""What is put together for which settings, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cbatch_kernels import cpu_library, cpu_linear
+
+from cbatch_cli.assembly import LoadedModel, load_for_engines
+from cbatch_cli.config import EngineConfig
+from cbatch_cli.errors import UsageError
+from tests.tiny_models import tiny_llama
+
+
+def load(folder: Path, **settings: object) -> LoadedModel:
+    return load_for_engines(str(folder), EngineConfig(dtype="float32", **settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny_llama(tmp_path / "llama")
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_products_on_a_cpu_do_not_hang_on_a_measurement(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool | None
+) -> None:
+    """Two runs on one machine must not differ because it was busy at the start of one."""
+    monkeypatch.setattr(cpu_linear, "_fastest_kind", lambda *_: pytest.fail("measured"))
+    report = load(llama, deterministic=deterministic).fusion
+    assert report is not None and report.num_fused == report.num_layers
+    assert set(report.linear_kinds) == {"packed"}
+
+
+def test_a_measurement_chooses_where_that_is_allowed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_linear, "_fastest_kind", lambda *_: "torch")
+    report = load(llama, deterministic=False).fusion
+    assert report is not None and set(report.linear_kinds) == {"torch"}
+
+
+def test_without_compiled_kernels_only_what_needs_them_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(variant: str | None = None) -> None:
+        raise cpu_library.KernelsUnavailable("not built")
+
+    monkeypatch.setattr("cbatch_kernels.cpu_library.load_kernels", unavailable)
+    monkeypatch.setattr("cbatch_cli.models.fusion.load_kernels", unavailable)
+    assert load(llama).fusion is None
+    with pytest.raises(UsageError, match="^--deterministic needs the compiled CPU kernels: not"):
+        load(llama, deterministic=True)
+    with pytest.raises(UsageError, match="^--quantization w8a16 needs the compiled CPU kernels"):
+        load(llama, quantization="w8a16")
+
+
+def test_no_half_precision_is_rounded_to_8_bits(llama: Path) -> None:
+    with pytest.raises(UsageError, match="^--quantization w8a16 needs a float32 model on a CPU$"):
+        load_for_engines(str(llama), EngineConfig(dtype="bfloat16", quantization="w8a16"))
