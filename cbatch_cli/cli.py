@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 import cbatch_cli
+from cbatch_cli import cli_actions
 from cbatch_cli import cli_options as opt
 from cbatch_cli import cli_output_options as output_opt
 from cbatch_cli.bench import options as bench_opt
-from cbatch_cli.bench.config import REPEAT, BenchConfig, build_bench_config
+from cbatch_cli.bench.config import REPEAT, build_bench_config
 from cbatch_cli.cli_help import SectionedCommand
 from cbatch_cli.cli_outcome import (
-    EXIT_ROW_ERRORS,
     EXIT_USAGE,
     guarded,
     json_text,
@@ -26,14 +25,9 @@ from cbatch_cli.cli_outcome import (
 from cbatch_cli.config import (
     ENGINE_FIELDS,
     JOB_FIELDS,
-    EngineConfig,
-    JobConfig,
     build_job_config,
     to_toml,
 )
-
-if TYPE_CHECKING:
-    from cbatch_cli.assembly import LoadedEngine
 
 app = typer.Typer(
     add_completion=False,
@@ -165,8 +159,8 @@ def run(
             print_data(to_toml(config))
             return 0
         if dry_run:
-            return _dry_run(config, json_summary=json_summary)
-        return _run_job(config, json_summary=json_summary, quiet=quiet)
+            return cli_actions.dry_run(config, json_summary=json_summary)
+        return cli_actions.run_job(config, json_summary=json_summary, quiet=quiet)
 
     return guarded(action, verbose=verbose)
 
@@ -214,7 +208,7 @@ def bench(
             repeat=repeat,
             config_file=config_file,
         )
-        return _run_bench(config, json_result=json_result, quiet=quiet)
+        return cli_actions.run_bench(config, json_result=json_result, quiet=quiet)
 
     return guarded(action, verbose=verbose)
 
@@ -279,66 +273,3 @@ def _settings(ctx: typer.Context) -> dict[str, Any]:
     if ctx.params["no_prefix_caching"]:
         options["prefix_caching"] = False
     return options
-
-
-def _run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
-    from cbatch_cli.bench.runner import run_bench
-    from cbatch_cli.bench.table import bench_table
-
-    def log(line: str) -> None:
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    result = run_bench(config, log=log)
-    print_data(json_text(result) if json_result else bench_table(result))
-    return 0
-
-
-def _run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
-    from cbatch_cli.assembly import EngineLoader
-    from cbatch_cli.job import run_job
-    from cbatch_cli.progress import open_progress
-
-    progress = open_progress("none" if quiet else config.progress)
-
-    def log(line: str) -> None:
-        if not quiet:
-            progress.write(line)
-
-    try:
-        summary = run_job(
-            config,
-            on_progress=progress.update,
-            log=log,
-            loader=EngineLoader(load=_load_for_good),
-        )
-    finally:
-        progress.close()
-    if json_summary:
-        print_data(json_text(summary))
-    elif not quiet:
-        progress.show_summary(summary)
-    return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
-
-
-def _load_for_good(model: str, config: EngineConfig, log: Callable[[str], None]) -> LoadedEngine:
-    """Load the one engine of this process, without looking for garbage in what will stay.
-
-    Loading makes a million objects, and going through them takes a second each time.
-    """
-    from cbatch_cli.assembly import load_engine
-
-    gc.disable()
-    try:
-        return load_engine(model, config, log)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _dry_run(config: JobConfig, *, json_summary: bool) -> int:
-    from cbatch_cli.dry_run import describe_job, dry_run_text
-
-    description = describe_job(config)
-    print_data(json_text(description) if json_summary else dry_run_text(description))
-    return 0

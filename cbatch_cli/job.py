@@ -103,6 +103,7 @@ def run_job(
                 log(write_failed_rows(errors_file, config, target, source, prompt).text)
             plan.end(work_dir, plan.settled or {}, plan.summary)
             return plan.summary
+        log(f"loading {config.model}")
         engine = loader.load(config.model, config.engine, log)
         params = resolve_sampling(config.sampling_options, engine.generation_defaults)
         log(f"sampling: {_describe(params)}")

@@ -1,0 +1,54 @@
+"""What the commands do once their options are read. Heavy modules load here, not before."""
+
+from __future__ import annotations
+
+import sys
+
+from cbatch_cli.bench.config import BenchConfig
+from cbatch_cli.cli_outcome import EXIT_ROW_ERRORS, json_text, print_data
+from cbatch_cli.config import JobConfig
+
+
+def run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
+    """Measure, and print the table or the JSON of what was measured."""
+    from cbatch_cli.bench.runner import run_bench as measure
+    from cbatch_cli.bench.table import bench_table
+
+    def log(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    result = measure(config, log=log)
+    print_data(json_text(result) if json_result else bench_table(result))
+    return 0
+
+
+def run_job(config: JobConfig, *, json_summary: bool, quiet: bool) -> int:
+    """Run a job with progress and its summary; returns the exit status."""
+    from cbatch_cli.job import run_job as run
+    from cbatch_cli.progress import open_progress
+
+    progress = open_progress("none" if quiet else config.progress)
+
+    def log(line: str) -> None:
+        if not quiet:
+            progress.write(line)
+
+    try:
+        summary = run(config, on_progress=progress.update, log=log)
+    finally:
+        progress.close()
+    if json_summary:
+        print_data(json_text(summary))
+    elif not quiet:
+        progress.show_summary(summary)
+    return EXIT_ROW_ERRORS if summary["rows_failed"] and not config.allow_errors else 0
+
+
+def dry_run(config: JobConfig, *, json_summary: bool) -> int:
+    """Print what the job would do."""
+    from cbatch_cli.dry_run import describe_job, dry_run_text
+
+    description = describe_job(config)
+    print_data(json_text(description) if json_summary else dry_run_text(description))
+    return 0
