@@ -51,17 +51,25 @@ class ErrorGuard:
         failed, reached = counts.num_failed, self._num_reached
         if self._max_errors is not None and failed > self._max_errors:
             raise TooManyErrorsError(f"{failed} rows failed, more than --max-errors allows; {last}")
-        is_share = self._max_share is not None and reached >= FIRST_ROWS
-        if is_share and failed > (self._max_share or 0.0) * reached:
-            raise TooManyErrorsError(
-                f"{failed} of {reached} rows failed, a larger share than --max-errors allows; "
-                f"{last}"
-            )
+        if reached >= FIRST_ROWS:
+            self._check_share(failed, reached, last)
         self._num_first_failed += place < FIRST_ROWS
         if not self._has_limit and self._num_first_failed == FIRST_ROWS and place < FIRST_ROWS:
             raise TooManyErrorsError(
                 f"the first {FIRST_ROWS} rows all failed; {last}. Is it the right column? "
                 "(--max-errors sets another limit)"
+            )
+
+    def at_end(self, counts: RowCounts) -> None:
+        """Check the share of an input that was too short to have one before it ended."""
+        errors = ", ".join(f"{count} {name}" for name, count in counts.errors.most_common())
+        self._check_share(counts.num_failed, counts.num_done, errors)
+
+    def _check_share(self, failed: int, reached: int, errors: str) -> None:
+        if self._max_share is not None and failed > self._max_share * reached:
+            raise TooManyErrorsError(
+                f"{failed} of {reached} rows failed, a larger share than --max-errors allows; "
+                f"{errors}"
             )
 
     def _place(self, row_index: int) -> int:

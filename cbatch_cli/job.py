@@ -198,11 +198,12 @@ class _BatchJob:
             durable=plan.parts,
             on_part_durable=self._journal.drop,
         )
+        self._guard = ErrorGuard(config, shard=plan.shard, parts=plan.parts.values())
         self._writer = JobWriter(
             finalize=self._generation.finalize,
             journal=self._journal,
             write=self._sink.add,
-            guard=ErrorGuard(config, shard=plan.shard, parts=plan.parts.values()),
+            guard=self._guard,
             counts=self._counts,
             return_token_ids=config.return_token_ids,
         )
@@ -236,6 +237,7 @@ class _BatchJob:
                 self._answer_all(interrupts)
             if interrupts.received is not None:
                 raise self._interrupted(interrupts.received)
+            self._guard.at_end(self._counts)
             interrupts.on_first = _finish_first
             summary = self._summary(time.monotonic() - started_at)
             self._sink.finish({**self.metadata, "totals": summary})

@@ -133,6 +133,16 @@ def test_such_a_share_of_rows_may_fail(tmp_path: Path, output: str) -> None:
     assert summary["rows_failed"] == 40 and summary["rows_resumed"] >= 10
 
 
+def test_a_share_of_a_short_input_is_checked_at_its_end(tmp_path: Path, output: str) -> None:
+    source = bad_rows(tmp_path, lambda row: row % 4 == 0, num_rows=40)
+    with pytest.raises(TooManyErrorsError, match="10 of 40 rows failed.*10 invalid_json") as caught:
+        WatchedRun()(source, output, max_errors="24%")
+    assert caught.value.exit_code == 8
+    run = WatchedRun()
+    summary = run(source, output, max_errors="25%")
+    assert summary["rows_failed"] == 10 and summary["rows_resumed"] == 40 and not run.finished
+
+
 def test_a_run_whose_first_rows_all_fail_stops(tmp_path: Path, output: str) -> None:
     source = bad_rows(tmp_path, lambda row: row < 399)
     with pytest.raises(TooManyErrorsError, match="first 100 rows all failed"):
