@@ -18,7 +18,7 @@ import torch
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -33,8 +33,10 @@ _SIGNATURES = {
     "activate_and_multiply": "ppiiii",
     "pack_linear": "piipi",
     "linear": "piiippipii",
+    "round_int8": "piippppi",
     "pack_int8": "piipi",
     "linear_int8": "piiipppipii",
+    "keep_largest": "piiipppppipipi",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",
     "top_logits": "piiippippi",
@@ -108,8 +110,10 @@ class CPUKernels:
     activate_and_multiply: Callable[..., None]
     pack_linear: Callable[..., None]
     linear: Callable[..., None]
+    round_int8: Callable[..., None]
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
+    keep_largest: Callable[..., None]
     row_maxima: Callable[..., None]
     exponential_sums: Callable[..., None]
     top_logits: Callable[..., None]

@@ -23,8 +23,6 @@ _MEASURED_ROWS = (1, 8, 32, 64, 256)
 _MEASURED_COLUMNS = 4096
 """A larger weight is measured as if it had so many: the head of a model has hundreds of MB."""
 _SECONDS_PER_MEASUREMENT = 0.01
-_COLUMNS_AT_ONCE = 8192
-"""Columns that are rounded to int8 at a time, so that no second copy of a head is made."""
 _CLEARLY_FASTER = 0.85
 """Share of our own product's time that makes another one better: times on a busy machine vary,
 and ours gives the same bits in every run."""
@@ -121,20 +119,33 @@ class Int8Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         _check_weight(weight)
+        weight = weight.contiguous()
         self.num_columns, self._depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._kernels = kernels
-        self._scales = weight.abs().amax(dim=1) / 127.0
-        safe_scales = torch.where(self._scales > 0, self._scales, 1.0)
-        quantized = torch.empty(weight.shape, dtype=torch.int8)
-        for start in range(0, self.num_columns, _COLUMNS_AT_ONCE):
-            part = slice(start, start + _COLUMNS_AT_ONCE)
-            quantized[part] = (weight[part] / safe_scales[part, None]).round().to(torch.int8)
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        self._scales, self.errors, self.norms = torch.empty(3, self.num_columns)
+        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
+        kernels.round_int8(
+            address(weight),
+            self.num_columns,
+            self._depth,
+            address(rounded),
+            address(self._scales),
+            address(self.errors),
+            address(self.norms),
+            num_threads(),
+        )
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         self._packed = torch.empty(padded * 2 * math.ceil(self._depth / 2), dtype=torch.int8)
         kernels.pack_int8(
-            address(quantized), self.num_columns, self._depth, address(self._packed), num_threads()
+            address(rounded), self.num_columns, self._depth, address(self._packed), num_threads()
         )
+
+    @property
+    def largest_activation(self) -> int:
+        """What the largest activation of a row becomes: int32 sums must not overflow."""
+        return min(32767, (2**31 - 1) // (127 * self._depth))
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""

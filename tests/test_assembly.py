@@ -30,7 +30,7 @@ def test_products_on_a_cpu_do_not_hang_on_a_measurement(
     monkeypatch.setattr(cpu_linear, "_fastest_kind", lambda *_: pytest.fail("measured"))
     report = load(llama, deterministic=deterministic).fusion
     assert report is not None and report.num_fused == report.num_layers
-    assert set(report.linear_kinds) == {"packed"}
+    assert set(report.linear_kinds) == {"packed", "two_stage"}
 
 
 def test_a_measurement_chooses_where_that_is_allowed(
@@ -38,7 +38,7 @@ def test_a_measurement_chooses_where_that_is_allowed(
 ) -> None:
     monkeypatch.setattr(cpu_linear, "_fastest_kind", lambda *_: "torch")
     report = load(llama, deterministic=False).fusion
-    assert report is not None and set(report.linear_kinds) == {"torch"}
+    assert report is not None and set(report.linear_kinds) == {"torch", "two_stage"}
 
 
 def test_without_compiled_kernels_only_what_needs_them_is_refused(

@@ -27,8 +27,18 @@ class Model(Protocol):
         """Where the model computes."""
         ...
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
-        """Logits float32 `[N, vocab]` at `sample_indices` `[N]` of the pack `[num_tokens]`."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        sample_indices: Tensor,
+        *,
+        only_largest: bool = False,
+    ) -> Tensor:
+        """Logits float32 `[N, vocab]` at `sample_indices` `[N]` of the pack `[num_tokens]`.
+
+        With `only_largest` a logit that is not its row's largest may be -inf.
+        """
         ...
 
 
@@ -66,9 +76,18 @@ class TorchModelRunner:
                 self._join_and_extend(step)
                 token_ids, position_ids, sample_indices = self._pack(step)
             with stats.phase("forward"):
-                logits = self._model.forward(token_ids, position_ids, sample_indices)
+                sampling = [s for s in step.scheduled if s.samples]
+                slots = np.fromiter((s.slot for s in sampling), np.int64, len(sampling))
+                ends = (s.start + s.num_tokens for s in sampling)
+                positions = np.fromiter(ends, np.int64, len(sampling))
+                logits = self._model.forward(
+                    token_ids,
+                    position_ids,
+                    sample_indices,
+                    only_largest=self._sampler.takes_largest(slots, positions),
+                )
             with stats.phase("sample"):
-                return self._sample(step, logits)
+                return self._sample(step, sampling, logits, slots, positions)
 
     def _join_and_extend(self, step: SchedulerOutput) -> None:
         for scheduled in step.scheduled:
@@ -142,12 +161,16 @@ class TorchModelRunner:
                 token_ids[end - 1] = self._last_token_ids[sequence.slot]
         return token_ids
 
-    def _sample(self, step: SchedulerOutput, logits: Tensor) -> StepOutput:
-        sampling = [s for s in step.scheduled if s.samples]
+    def _sample(
+        self,
+        step: SchedulerOutput,
+        sampling: list[ScheduledSequence],
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> StepOutput:
         if not sampling:
             return StepOutput(step_id=step.step_id, token_ids={})
-        slots = np.fromiter((s.slot for s in sampling), np.int64, len(sampling))
-        positions = np.fromiter((s.start + s.num_tokens for s in sampling), np.int64, len(sampling))
         sampled = self._sampler.sample(logits, slots, positions)
         self._last_token_ids[slots] = sampled.token_ids
         token_ids = {

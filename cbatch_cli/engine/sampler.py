@@ -68,6 +68,11 @@ class Sampler:
         eos = () if params.ignore_eos else self._eos_token_ids
         self._stop_ids[slot] = sorted({*params.stop_token_ids, *eos})
 
+    def takes_largest(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
+        """Whether `sample` will look at nothing but each row's largest logit."""
+        holds_back = positions < self._min_length[slots]
+        return not (self._temperature[slots].any() or holds_back.any())
+
     @torch.inference_mode()  # as the model's logits are, which could not be written to otherwise
     def sample(
         self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]

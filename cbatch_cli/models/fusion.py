@@ -6,7 +6,6 @@ kept. A fused layer replaces the original only if it turns the same input into t
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,12 @@ from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
+from cbatch_cli.models.fused_head import (
+    ROUNDED_TOLERANCE,
+    TOLERANCE,
+    fuse_head,
+    relative_error,
+)
 from cbatch_cli.models.fused_layer import (
     AttentionCall,
     FusedLayer,
@@ -31,11 +36,6 @@ from cbatch_cli.models.hf_model import HFModel
 _PROBE_LENGTHS = (9, 4)
 _PROBE_FIRST_POSITION = 60
 """Rotations of early positions are close to none; attention does not look at positions."""
-
-# Largest root mean square of the difference, as a share of the output's.
-_TOLERANCE = 2e-5
-_ROUNDED_TOLERANCE = 0.05
-"""With weights of 8 bits: this finds a wrong product, not a rounded one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +93,10 @@ def fuse_layers(
         layer.forward = fused
         num_fused += 1
         kinds.update(linear.kind for linear in fused.linears)
-    model.unbind()
-    head = _fuse_head(model, mode=mode, kernels=kernels)
+    head = fuse_head(model, mode=mode, kernels=kernels, largest_logits=probe.largest_logits)
     if head is not None:
         kinds[head] += 1
+    model.unbind()
     return FusionReport(
         num_layers=len(layers), num_fused=num_fused, reasons=reasons, linear_kinds=kinds
     )
@@ -117,13 +117,13 @@ def _fused_layer(
     if call is None or layer not in probe.runs:
         raise NotFusable("its attention does not run as part of it")
     parts = read_parts(layer, attention, spec, call)
-    probe.compare(layer, FusedLayer(parts, kernels, TorchLinear), tolerance=_TOLERANCE)
+    probe.compare(layer, FusedLayer(parts, kernels, TorchLinear), tolerance=TOLERANCE)
 
     def make_linear(weight: Tensor, bias: Tensor | None) -> Any:
         return choose_linear(weight, bias, mode=mode, kernels=kernels)
 
     fused = FusedLayer(parts, kernels, make_linear)
-    tolerance = _ROUNDED_TOLERANCE if mode == "w8a16" else _TOLERANCE
+    tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else TOLERANCE
     probe.compare(layer, fused, tolerance=tolerance)
     _release_weights(parts)
     return fused
@@ -143,28 +143,6 @@ def _decoder_layers(model: HFModel) -> list[tuple[nn.Module, nn.Module, LayerSpe
     ]
 
 
-@torch.inference_mode()
-def _fuse_head(model: HFModel, *, mode: LinearMode, kernels: CPUKernels) -> str | None:
-    """Replace the product with the vocabulary; returns its kind."""
-    head = model.module.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return None
-    bias = None if head.bias is None else head.bias.detach()
-    linear = choose_linear(head.weight.detach(), bias, mode=mode, kernels=kernels)
-    rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
-    tolerance = _ROUNDED_TOLERANCE if mode == "w8a16" else _TOLERANCE
-    if not _relative_error(linear(rows), head(rows)) <= tolerance:
-        return None
-
-    def forward(hidden_states: Tensor) -> Tensor:
-        logits: Tensor = linear(hidden_states.flatten(0, -2))
-        return logits.view(*hidden_states.shape[:-1], linear.num_columns)
-
-    head.forward = forward  # type: ignore[method-assign, assignment]
-    kind: str = linear.kind
-    return kind
-
-
 class _Probe:
     """One run of a model's own code, and what its decoder layers were given and gave."""
 
@@ -172,24 +150,33 @@ class _Probe:
         self.calls: dict[int, AttentionCall] = {}
         """By the index of the attention layer."""
         self.runs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
+        self._model = model
         self._backend = _probe_backend(model)
         model.bind(self)
         handles = [
             layer.register_forward_hook(self._note, with_kwargs=True)
             for layer, _, _ in _decoder_layers(model)
         ]
-        num_tokens = sum(_PROBE_LENGTHS)
-        generator = torch.Generator().manual_seed(0)
-        positions = torch.arange(num_tokens) * 7 + _PROBE_FIRST_POSITION
         try:
-            model.forward(
-                torch.randint(model.vocab_size, (num_tokens,), generator=generator),
-                positions % model.max_model_len,
-                torch.tensor([num_tokens - 1]),
-            )
+            self._logits = self._forward(only_largest=False)
         finally:
             for handle in handles:
                 handle.remove()
+
+    def largest_logits(self) -> tuple[Tensor, Tensor]:
+        """Logits `[N, vocab]` of the model as it was, and as it is if asked for the largest."""
+        return self._logits, self._forward(only_largest=True)
+
+    def _forward(self, *, only_largest: bool) -> Tensor:
+        num_tokens = sum(_PROBE_LENGTHS)
+        generator = torch.Generator().manual_seed(0)
+        positions = torch.arange(num_tokens) * 7 + _PROBE_FIRST_POSITION
+        return self._model.forward(
+            torch.randint(self._model.vocab_size, (num_tokens,), generator=generator),
+            positions % self._model.max_model_len,
+            torch.arange(num_tokens - _PROBE_LENGTHS[-1], num_tokens),
+            only_largest=only_largest,
+        )
 
     def compare(self, layer: nn.Module, fused: FusedLayer, *, tolerance: float) -> None:
         """Raise `NotFusable` if `fused` gives another output than `layer` did."""
@@ -200,7 +187,7 @@ class _Probe:
         cosines, hidden_states = tables[0], args[0] if args else kwargs.pop("hidden_states")
         if cosines.dim() != 3 or cosines.shape[:2] != hidden_states.shape[:2]:
             raise NotFusable("its rotations do not belong to single tokens")
-        error = _relative_error(fused(hidden_states, **kwargs), expected)
+        error = relative_error(fused(hidden_states, **kwargs), expected)
         # Not a number is no small difference.
         if not error <= tolerance:
             raise NotFusable(f"the fused layer differs by {error:.1g} of its output")
@@ -264,8 +251,3 @@ def _probe_backend(model: HFModel) -> TorchAttentionBackend:
     assert len(slots) == num_tokens
     backend.begin_step([metadata])
     return backend
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = (actual.double() - expected.double()).pow(2).mean().sqrt()
-    return float(difference / expected.double().pow(2).mean().sqrt().clamp(min=math.ulp(0.0)))

@@ -44,6 +44,8 @@ class HFModel:
         self.device: torch.device = model.device
         self.attention_backend: AttentionBackendName = "torch"
         """The backend that was found to give the model's own logits."""
+        self.only_largest = False
+        """Whether the forward pass that runs is asked for nothing but each row's largest logit."""
         self.num_parameter_bytes = sum(
             parameter.numel() * parameter.element_size() for parameter in model.parameters()
         )
@@ -78,17 +80,29 @@ class HFModel:
         self._recording.unbind()
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        sample_indices: Tensor,
+        *,
+        only_largest: bool = False,
+    ) -> Tensor:
         """Logits float32 `[N, vocab]` after the tokens at `sample_indices` `[N]` of the pack.
 
         `token_ids` and `position_ids` are int64 `[T]`: the packed tokens of one step, whose layout
-        the bound backend was given by `begin_step`.
+        the bound backend was given by `begin_step`. With `only_largest` a logit that is not its
+        row's largest may be -inf.
         """
-        return self._logits(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            logits_to_keep=sample_indices,
-        )
+        self.only_largest = only_largest
+        try:
+            return self._logits(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
+                logits_to_keep=sample_indices,
+            )
+        finally:
+            self.only_largest = False
 
     @torch.inference_mode()
     def eager_logits(self, token_ids: Tensor, sample_indices: Tensor) -> Tensor:

@@ -4,6 +4,8 @@
 // can overflow: |sum| <= depth * 127 * largest. Sums of integers are exact, so a row's bits do not
 // depend on its neighbours.
 
+#include <cmath>
+
 #include "gemm.h"
 #include "scratch.h"
 
@@ -154,7 +156,48 @@ float quantize_row(const float* from, int64_t depth, float largest, int num_rows
     return is_finite ? highest / largest : __builtin_nanf("");
 }
 
+// What rounding did to a column of the weight.
+struct Rounded {
+    float scale, error, norm;  // the latter two are Euclidean norms
+};
+
+Rounded round_column(const float* from, int64_t depth, int8_t* to) {
+    Vec highest_lanes = {};
+    float highest = 0.0f;
+    int64_t k = 0;
+    for (; k + kWidth <= depth; k += kWidth) {
+        const Vec value = load(from + k);
+        highest_lanes = maximum(maximum(value, -value), highest_lanes);
+    }
+    for (; k < depth; ++k) highest = std::fmax(highest, std::fabs(from[k]));
+    highest = std::fmax(highest, max_lanes(highest_lanes));
+    const float scale = highest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
+    double errors = 0.0, squares = 0.0;
+    for (k = 0; k < depth; ++k) {
+        const float rounded = __builtin_nearbyintf(from[k] / divisor);
+        const double error = static_cast<double>(from[k]) - static_cast<double>(rounded) * scale;
+        to[k] = static_cast<int8_t>(rounded);
+        errors += error * error;
+        squares += static_cast<double>(from[k]) * from[k];
+    }
+    return {scale, static_cast<float>(std::sqrt(errors)), static_cast<float>(std::sqrt(squares))};
+}
+
 }  // namespace
+
+// One scale per column; `errors` and `norms` are those of the columns' roundings.
+CBATCH_EXPORT(round_int8)(const float* weight, int64_t num_columns, int64_t depth,
+                          int8_t* rounded, float* scales, float* errors, float* norms,
+                          int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(num_threads))
+    for (int64_t column = 0; column < num_columns; ++column) {
+        const Rounded result =
+            round_column(weight + column * depth, depth, rounded + column * depth);
+        scales[column] = result.scale;
+        errors[column] = result.error;
+        norms[column] = result.norm;
+    }
+}
 
 // `packed` holds ceil(num_columns / kPanel) * kPanel * 2 * ceil(depth / 2) bytes.
 CBATCH_EXPORT(pack_int8)(const int8_t* weight, int64_t num_columns, int64_t depth, int8_t* packed,

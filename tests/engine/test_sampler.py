@@ -208,3 +208,18 @@ def test_logits_that_mean_nothing_are_reported_for_their_row_alone() -> None:
     params = [SamplingParams(temperature=float(i % 2)) for i in range(4)]
     sampled = make_sampler(params).sample(logits, np.arange(4), np.full(4, 20))
     assert sampled.is_broken.tolist() == [False, True, True, False]
+
+
+def test_when_the_largest_logit_is_enough() -> None:
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=0.5)
+    held_back = SamplingParams(temperature=0.0, min_tokens=3)
+    sampler = make_sampler([greedy, drawn, held_back, greedy])
+
+    def takes_largest(slots: list[int], position: int) -> bool:
+        return sampler.takes_largest(np.array(slots, np.int64), np.full(len(slots), position))
+
+    first_free = int(sampler._min_length[2])
+    assert takes_largest([0, 2, 3], first_free) and takes_largest([], first_free)
+    assert not takes_largest([0, 1], first_free)
+    assert takes_largest([0, 3], first_free - 1)
+    assert not takes_largest([3, 2], first_free - 1)

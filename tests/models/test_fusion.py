@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_original(kernels: CPUKernels, name: str) -> Non
     assert report.num_layers == len(model.layer_specs)
     if name in FUSED:
         assert report.num_fused == report.num_layers and not report.reasons
-        assert report.linear_kinds == {"packed": 4 * report.num_layers + 1}
+        assert report.linear_kinds == {"packed": 4 * report.num_layers, "two_stage": 1}
     else:
         assert report.num_fused == 0
         assert any(LEFT_ALONE[name] in reason for reason in report.reasons)
@@ -155,3 +155,30 @@ def test_other_dtypes_are_left_alone(kernels: CPUKernels) -> None:
     model = wrapped("llama", dtype=torch.bfloat16)
     report = fuse_layers(model, kernels=kernels)
     assert report.num_fused == 0 and list(report.reasons) == ["bfloat16 on cpu is not fused"]
+
+
+@each_variant
+def test_a_model_that_turns_its_logits_around_gets_all_of_them(kernels: CPUKernels) -> None:
+    """The largest logit of the product is then not the model's."""
+    model = wrapped("llama")
+    original = model._model.forward
+
+    def negated(*args: object, **kwargs: object) -> object:
+        output = original(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+
+    model._model.forward = negated
+    report = fuse_layers(model, mode="deterministic", kernels=kernels)
+    assert report.linear_kinds == {"packed": 13}
+
+
+@each_variant
+def test_only_a_step_that_asks_for_it_gets_the_largest_alone(kernels: CPUKernels) -> None:
+    model, _ = fused("llama", kernels, "deterministic")
+    head = model.module.get_output_embeddings()
+    hidden = 9.0 * head.weight[3:5].detach()[None]
+    assert head(hidden).isfinite().all()
+    model.only_largest = True
+    logits = head(hidden)[0]
+    assert logits.argmax(dim=-1).tolist() == [3, 4] and (logits == -torch.inf).any()

@@ -1,0 +1,83 @@
+"""Replaces a model's product with its vocabulary on a CPU, where numbers show no difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from cbatch_kernels.cpu_head import VocabularyHead
+from cbatch_kernels.cpu_library import CPUKernels
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear
+from torch import Tensor, nn
+
+from cbatch_cli.models.hf_model import HFModel
+
+# Largest root mean square of the difference, as a share of the output's.
+TOLERANCE = 2e-5
+ROUNDED_TOLERANCE = 0.05
+"""With weights of 8 bits: this finds a wrong product, not a rounded one."""
+
+
+@torch.inference_mode()
+def fuse_head(
+    model: HFModel,
+    *,
+    mode: LinearMode,
+    kernels: CPUKernels,
+    largest_logits: Callable[[], tuple[Tensor, Tensor]],
+) -> str | None:
+    """Replace the output head of `model` in place; returns the kind that replaces it, or None.
+
+    `largest_logits` gives logits of some tokens as they were before, and of the same tokens from
+    a forward pass that is asked for the largest ones alone.
+    """
+    head = model.module.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return None
+    weight = head.weight.detach()
+    if mode != "w8a16" and head.bias is None:
+        vocabulary = VocabularyHead(weight, mode=mode, kernels=kernels)
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            rows = hidden_states.flatten(0, -2)
+            product = vocabulary.largest_logits if model.only_largest else vocabulary.all_logits
+            return product(rows).view(*hidden_states.shape[:-1], len(weight))
+
+        own_forward = head.forward
+        head.forward = forward
+        # What follows the product, a cap or a scale, could put another logit first.
+        if _have_same_largest(*largest_logits()):
+            return "two_stage"
+        head.forward = own_forward
+    linear = choose_linear(
+        weight, None if head.bias is None else head.bias.detach(), mode=mode, kernels=kernels
+    )
+    rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
+    tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else TOLERANCE
+    if not relative_error(linear(rows), head(rows)) <= tolerance:
+        return None
+
+    def forward_all(hidden_states: Tensor) -> Tensor:
+        logits: Tensor = linear(hidden_states.flatten(0, -2))
+        return logits.view(*hidden_states.shape[:-1], linear.num_columns)
+
+    head.forward = forward_all  # type: ignore[method-assign, assignment]
+    kind: str = linear.kind
+    return kind
+
+
+def _have_same_largest(expected: Tensor, actual: Tensor) -> bool:
+    ids = actual.argmax(dim=-1, keepdim=True)
+    best = expected.max(dim=-1, keepdim=True).values
+    spread = expected.std(dim=-1, keepdim=True)
+    # A tie within rounding is no other choice. Not a number is no small difference.
+    is_close = (expected.gather(-1, ids) - best).abs() <= TOLERANCE * spread
+    is_same = (actual.gather(-1, ids) - best).abs() <= 10 * TOLERANCE * spread
+    return bool((is_close & is_same).all())
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference as a share of the expected one's."""
+    difference = (actual.double() - expected.double()).pow(2).mean().sqrt()
+    return float(difference / expected.double().pow(2).mean().sqrt().clamp(min=math.ulp(0.0)))
