@@ -3,7 +3,7 @@ that far, once or from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 
@@ -29,10 +29,10 @@ MOST = 200
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[Counts]:
+def counts(tally: Callable[[str], None]) -> Iterator[Counts]:
     counts = Counts()
     yield counts
-    print(f"\nfaults: {counts}")
+    tally(f"faults: {counts}")
 
 
 @pytest.mark.parametrize("is_directory", [False, True], ids=["file", "folder"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,10 @@ CORPUS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.fixture(scope="module")
-def endings() -> Iterator[Counter[str]]:
+def endings(tally: Callable[[str], None]) -> Iterator[Counter[str]]:
     counter: Counter[str] = Counter()
     yield counter
-    print(f"\nfuzz: {counter.total()} cases, {dict(counter)}")
+    tally(f"fuzz: {counter.total()} cases, {dict(counter)}")
 
 
 def run_on(

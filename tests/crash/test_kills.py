@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,10 @@ MOST_STEPS = 1000
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[Counts]:
+def counts(tally: Callable[[str], None]) -> Iterator[Counts]:
     counts = Counts()
     yield counts
-    print(f"\nkills: {counts}")
+    tally(f"kills: {counts}")
     assert counts.half_files == 0
 
 

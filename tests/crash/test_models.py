@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,9 @@ def kill_until_done(
         assert done[-1] > done[-2], "an attempt has made no progress"
 
 
-def test_a_seeded_run_of_a_tiny_model_is_not_changed_by_kills(tmp_path: Path) -> None:
+def test_a_seeded_run_of_a_tiny_model_is_not_changed_by_kills(
+    tmp_path: Path, tally: Callable[[str], None]
+) -> None:
     model = tiny_llama(tmp_path / "model")
     source = tmp_path / "in.jsonl"
     rows = [{"prompt": f"question {i}: " + "why " * (i % 7)} for i in range(60)]
@@ -100,7 +103,7 @@ def test_a_seeded_run_of_a_tiny_model_is_not_changed_by_kills(tmp_path: Path) ->
         if code == 0:
             break
         done.append(count_done(target))
-    print(f"\nkills of a tiny model: {len(done)}, rows done after each: {done}")
+    tally(f"kills of a tiny model: {len(done)}, rows done after each: {done}")
     subprocess.run(arguments, cwd=ROOT, check=True, timeout=WAIT_S)
 
     assert len(done) >= 3 and done == sorted(set(done))
@@ -110,7 +113,9 @@ def test_a_seeded_run_of_a_tiny_model_is_not_changed_by_kills(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_demo_model_makes_progress_between_kills(tmp_path: Path) -> None:
+def test_the_demo_model_makes_progress_between_kills(
+    tmp_path: Path, tally: Callable[[str], None]
+) -> None:
     source = tmp_path / "in.jsonl"
     subjects = ["rain", "bread", "ships", "bees", "clocks", "salt", "maps", "glass"]
     rows = [{"prompt": f"Fact {i} about {subjects[i % 8]}:"} for i in range(96)]
@@ -122,6 +127,6 @@ def test_the_demo_model_makes_progress_between_kills(tmp_path: Path) -> None:
     target = OutputTarget(path=tmp_path / "out.parquet", is_directory=False)
     arguments = command(source, target.path, *options)
     done = kill_until_done(arguments, target, signals=[signal.SIGKILL], after_s=3.0)
-    print(f"\nkills of the demo model: {len(done) - 1}, rows done after each: {done[1:]}")
+    tally(f"kills of the demo model: {len(done) - 1}, rows done after each: {done[1:]}")
     assert len(done) > 2
     assert content(target.path) == content(whole)

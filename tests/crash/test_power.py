@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,10 @@ from tests.crash.store import Counts, Store
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[Counts]:
+def counts(tally: Callable[[str], None]) -> Iterator[Counts]:
     counts = Counts()
     yield counts
-    print(f"\npower failures: {counts}")
+    tally(f"power failures: {counts}")
 
 
 @pytest.mark.parametrize("is_directory", [False, True], ids=["file", "folder"])

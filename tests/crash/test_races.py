@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,9 @@ def servers() -> Iterator[tuple[ForkServer, ForkServer]]:
         yield one, other
 
 
-def test_one_of_two_wins(servers: tuple[ForkServer, ForkServer], tmp_path: Path) -> None:
+def test_one_of_two_wins(
+    servers: tuple[ForkServer, ForkServer], tmp_path: Path, tally: Callable[[str], None]
+) -> None:
     counts = Counts()
     ends: Counter[tuple[int, ...]] = Counter()
     for number in range(NUM_RACES):
@@ -53,7 +55,7 @@ def test_one_of_two_wins(servers: tuple[ForkServer, ForkServer], tmp_path: Path)
         ends[tuple(codes)] += 1
         store.check_whole()
         assert store.num_rows == len(store.answers())
-    print(f"\nraces: {NUM_RACES}, exit codes {dict(ends)}")
+    tally(f"races: {NUM_RACES}, exit codes {dict(ends)}")
     assert ends == {(0, OutputLockedError.exit_code): NUM_RACES}
 
 
