@@ -21,6 +21,7 @@ from cbatch_cli.request import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+    from cbatch_kernels.cpu_library import CPUKernels
     from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
@@ -132,10 +133,17 @@ class LoadedModel:
 
 
 def load_for_engines(
-    model_name: str, config: EngineConfig, log: Log = print_nothing
+    model_name: str,
+    config: EngineConfig,
+    log: Log = print_nothing,
+    *,
+    before_fusion: Callable[[HFModel], None] | None = None,
+    kernels: CPUKernels | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
+    `before_fusion` is called with the model while its layers are still transformers' own;
+    `kernels` are the compiled CPU kernels to use, in place of those that fit the processor.
     Raises `ModelError` for a model that cannot be found or would not run correctly.
     """
     start = time.monotonic()
@@ -153,7 +161,9 @@ def load_for_engines(
         attention_backend=config.attention_backend,
         trust_remote_code=config.trust_remote_code,
     )
-    fusion = _fuse(model, config, log)
+    if before_fusion is not None:
+        before_fusion(model)
+    fusion = _fuse(model, config, log, kernels)
     return LoadedModel(
         files=files,
         model=model,
@@ -173,7 +183,9 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
     return load_for_engines(model_name, config, log).build_engine(config, log)
 
 
-def _fuse(model: HFModel, config: EngineConfig, log: Log) -> FusionReport | None:
+def _fuse(
+    model: HFModel, config: EngineConfig, log: Log, kernels: CPUKernels | None
+) -> FusionReport | None:
     """Replace layers by fused ones where that is possible; None where nothing can be fused."""
     from cbatch_kernels.cpu_library import KernelsUnavailable
 
@@ -189,7 +201,7 @@ def _fuse(model: HFModel, config: EngineConfig, log: Log) -> FusionReport | None
             raise UsageError(f"{wanted} needs a float32 model on a CPU")
         return None
     try:
-        report = fuse_layers(model, mode=mode)
+        report = fuse_layers(model, mode=mode, kernels=kernels)
     except KernelsUnavailable as error:
         if wanted is not None:
             raise UsageError(f"{wanted} needs the compiled CPU kernels: {error}") from None

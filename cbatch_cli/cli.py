@@ -12,6 +12,7 @@ import cbatch_cli
 from cbatch_cli import cli_actions
 from cbatch_cli import cli_options as opt
 from cbatch_cli import cli_output_options as output_opt
+from cbatch_cli import doctor_options as doctor_opt
 from cbatch_cli.bench import options as bench_opt
 from cbatch_cli.bench.config import REPEAT, build_bench_config
 from cbatch_cli.cli_help import SectionedCommand
@@ -28,6 +29,7 @@ from cbatch_cli.config import (
     build_job_config,
     to_toml,
 )
+from cbatch_cli.errors import UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -262,6 +264,37 @@ def merge(
     return guarded(action, verbose=verbose)
 
 
+@app.command(cls=SectionedCommand)
+def doctor(
+    ctx: typer.Context,
+    model: doctor_opt.Model = None,
+    max_model_len: opt.MaxModelLen = None,
+    dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    attention_backend: opt.AttentionBackend = None,
+    quantization: opt.Quantization = None,
+    deterministic: opt.Deterministic = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
+    with_operations: doctor_opt.Operations = False,
+    as_json: doctor_opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Tell what this machine offers, and how a model is run on it.
+
+    A model is loaded and checked as a run does, and refused with the same sentence.
+    """
+
+    def action() -> int:
+        config = build_job_config({**_settings(ctx), "inputs": ("-",)})
+        if with_operations and model is None:
+            raise UsageError("--ops needs --model")
+        return cli_actions.run_doctor(
+            model, config.engine, with_operations=with_operations, as_json=as_json
+        )
+
+    return guarded(action, verbose=verbose)
+
+
 def _settings(ctx: typer.Context) -> dict[str, Any]:
     """The job's and the engine's settings that were given as options."""
     # Typer gives an empty list for a repeatable option that was not given.
@@ -270,6 +303,6 @@ def _settings(ctx: typer.Context) -> dict[str, Any]:
         for name, value in ctx.params.items()
         if name in JOB_FIELDS | ENGINE_FIELDS and value not in ((), [])
     }
-    if ctx.params["no_prefix_caching"]:
+    if ctx.params.get("no_prefix_caching"):
         options["prefix_caching"] = False
     return options

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from cbatch_cli.bench.config import BenchConfig
 from cbatch_cli.cli_outcome import EXIT_ROW_ERRORS, json_text, print_data
-from cbatch_cli.config import JobConfig
+from cbatch_cli.config import EngineConfig, JobConfig
+from cbatch_cli.errors import CBatchError
 
 
 def run_bench(config: BenchConfig, *, json_result: bool, quiet: bool) -> int:
@@ -51,4 +53,25 @@ def dry_run(config: JobConfig, *, json_summary: bool) -> int:
 
     description = describe_job(config)
     print_data(json_text(description) if json_summary else dry_run_text(description))
+    return 0
+
+
+def run_doctor(
+    model: str | None, config: EngineConfig, *, with_operations: bool, as_json: bool
+) -> int:
+    """Print the facts of the machine, and of a model if one is named.
+
+    The machine's are printed even though the model is refused, which is raised then.
+    """
+    from cbatch_cli.doctor import doctor_text, environment_facts, model_facts
+
+    report: dict[str, Any] = {"environment": environment_facts()}
+    try:
+        if model is not None:
+            report["model"] = model_facts(model, config, with_operations=with_operations)
+    except CBatchError as error:
+        report["model"] = {"name": model, "error": str(error)}
+        raise
+    finally:
+        print_data(json_text(report) if as_json else doctor_text(report))
     return 0

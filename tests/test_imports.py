@@ -34,6 +34,7 @@ OURS: dict[str, set[str]] = {
     "progress": {"metrics", "config", "summary"},
     "cli_help": {"config"},
     "cli_options": {"config", "cli_help"},
+    "doctor_options": {"cli_help"},
     "dry_run": {"config", "errors", "shard", "data"},
     "bench": {"", "errors", "request", "config", "engine", "text", "data"}
     | {"assembly", "generation", "bench"},
@@ -49,6 +50,7 @@ HEAVY: dict[str, set[str]] = {
         "models",
         "kernels",
         "assembly",
+        "doctor",
         "engine/kv_cache",
         "engine/sampler",
         "engine/model_runner",
@@ -140,6 +142,8 @@ def loaded_by(statement: str, *, cwd: Path = ROOT) -> set[str]:
         "from cbatch_cli.cli import main; assert main(['--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['run', '--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['run', 'a', '--dump-config']) == 0",
+        "from cbatch_cli.cli import main; assert main(['doctor', '--help']) == 0",
+        "from cbatch_cli.cli import main; assert main(['doctor', '--ops']) == 2",
     ],
 )
 def test_the_shell_loads_nothing_heavy(statement: str) -> None:

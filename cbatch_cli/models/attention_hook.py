@@ -35,6 +35,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "logits_to_keep",
         "output_router_logits",
         "return_dict",
     }

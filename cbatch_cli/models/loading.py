@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from cbatch_cli.models.weight_files import file_of_tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ModelFiles", "load_model", "resolve_model"]
+__all__ = ["ModelFiles", "checked_model", "load_model", "require_decoder", "resolve_model"]
 
 LOGGER = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def load_model(
             device=target,
             trust_remote_code=trust_remote_code,
         )
-        hf_model = _checked(
+        hf_model = checked_model(
             model,
             attention_backend,
             max_model_len=length,
@@ -129,6 +130,12 @@ def _load_config(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedCon
                 f"{files.name} brings code of its own, which runs only with trust_remote_code"
             ) from error
         raise ModelError(f"cannot read the config of {files.name}: {_first_line(error)}") from error
+    require_decoder(config)
+    return config
+
+
+def require_decoder(config: PreTrainedConfig) -> None:
+    """Raise `ModelError` for a model that is no decoder of text, as far as its config tells."""
     if config.is_encoder_decoder:
         raise ModelError(
             f"models of type {config.model_type} cannot be run: they have an encoder beside their "
@@ -138,7 +145,6 @@ def _load_config(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedCon
         raise ModelError(
             f"models of type {config.model_type} cannot be run: they do not generate text"
         )
-    return config
 
 
 def _load_weights(
@@ -160,7 +166,7 @@ def _load_weights(
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # modelling code can fail in any way on a config it does not expect
         raise ModelError(f"cannot load {files.name}: {_first_line(error)}") from error
     # transformers fills weights that the checkpoint lacks with random numbers.
     if missing := sorted({*loading["missing_keys"], *map(str, loading["mismatched_keys"])}):
@@ -194,11 +200,26 @@ def _require_finite(model: PreTrainedModel, files: ModelFiles) -> None:
             raise ModelError(f"{where} is damaged: the weight {name} holds NaN or infinity")
 
 
-def _checked(
-    model: PreTrainedModel, attention_backend: AttentionBackendChoice, **known: Any
+def checked_model(
+    model: PreTrainedModel,
+    attention_backend: AttentionBackendChoice,
+    *,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    generation_defaults: Mapping[str, Any],
 ) -> HFModel:
+    """`model` run by our attention, and found to compute what it does by its own.
+
+    `model` is in evaluation mode on its device. Raises `ModelError` for a model that
+    would not, in one sentence.
+    """
     try:
-        hf_model = HFModel(model, **known)
+        hf_model = HFModel(
+            model,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            generation_defaults=generation_defaults,
+        )
         hf_model.attention_backend = _settle_backend(hf_model, attention_backend)
     except (ModelError, UsageError):
         raise

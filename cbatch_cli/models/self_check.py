@@ -74,6 +74,9 @@ def _schedule(model: HFModel) -> list[list[int]]:
     shortest = min(windows, default=0)
     if shortest <= _LONGEST_WINDOW:
         schedule[-1][0] = max(schedule[-1][0], shortest)
+    # Beyond what the model may be given, rotations may be shared by the rows of a step.
+    computed = sum(lengths[0] for lengths in schedule[:-1])
+    schedule[-1][0] = max(1, min(schedule[-1][0], model.max_model_len - computed))
     return schedule
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from cbatch_cli.attention.metadata import AttentionMetadata
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.self_check import self_check
+from tests.packed_steps import PagedRow, run_step
 from tests.tiny_models import CONFIGS, VOCAB_SIZE, tiny_model
 
 MAX_LENGTH = 48
@@ -30,52 +29,6 @@ def wrapped(name: str, *, dtype: torch.dtype = torch.float32) -> HFModel:
 
 
 cached_model = functools.cache(wrapped)
-
-
-@dataclasses.dataclass
-class PagedRow:
-    """One row whose blocks are `first_block`, `first_block` + stride, ..."""
-
-    token_ids: Tensor
-    blocks: Tensor
-    computed: int = 0
-    logits: list[Tensor] = dataclasses.field(default_factory=list)
-
-
-def run_step(
-    model: HFModel,
-    backend: TorchAttentionBackend,
-    work: list[tuple[PagedRow, int]],
-    block_size: int,
-) -> None:
-    """Compute the next n tokens of each (row, n), in one pack, logits for all of them."""
-    work = sorted(work, key=lambda entry: entry[1] != 1)
-    tokens, positions, slots = [], [], []
-    for row, new in work:
-        position = torch.arange(row.computed, row.computed + new)
-        tokens.append(row.token_ids[position])
-        positions.append(position)
-        slots.append(row.blocks[position // block_size] * block_size + position % block_size)
-        row.computed += new
-    query_lens = tuple(new for _, new in work)
-    seq_lens = tuple(row.computed for row, _ in work)
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    metadata = AttentionMetadata(
-        query_start_loc=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_tables=torch.stack([row.blocks for row, _ in work]).int(),
-        slot_mapping=torch.cat(slots),
-        num_decodes=query_lens.count(1),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=seq_lens,
-    )
-    backend.begin_step([metadata])
-    everything = torch.arange(int(starts[-1]))
-    logits = model.forward(torch.cat(tokens), torch.cat(positions), everything)
-    for (row, _), part in zip(work, torch.split(logits, query_lens), strict=True):
-        row.logits.append(part)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -182,6 +182,12 @@ def test_a_model_that_generates_no_text_is_refused(folder: Path) -> None:
         load_model(files(folder), device="cpu")
 
 
+def test_modelling_code_that_fails_to_build_is_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="reformer", is_decoder=False)
+    with pytest.raises(ModelError, match="cannot load a model: If you want to use `Reformer"):
+        load_model(files(folder), device="cpu")
+
+
 def test_a_model_that_fails_the_self_check_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,238 @@
+"""`cbatch doctor`: what this machine offers, and what became of a model that was loaded."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from cbatch_cli.assembly import Log, load_for_engines, print_nothing
+from cbatch_cli.config import EngineConfig
+from cbatch_cli.engine.memory import available_memory
+
+if TYPE_CHECKING:
+    from cbatch_kernels.cpu_library import CPUKernels
+
+    from cbatch_cli.assembly import LoadedModel
+    from cbatch_cli.models.step_observation import StepObservation
+
+_PACKAGES = ("cbatch", "torch", "transformers", "triton", "pyarrow")
+
+
+def environment_facts() -> dict[str, Any]:
+    """Versions, devices, threads, kernels and free memory in bytes, as plain values."""
+    import torch
+
+    kernels = _load_kernels()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "gpus": [_gpu_facts(index) for index in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_kernels": None if isinstance(kernels, str) else kernels.variant,
+        "cpu_kernels_missing": kernels if isinstance(kernels, str) else None,
+        "available_memory": available_memory(),
+    }
+
+
+def model_facts(
+    name: str, config: EngineConfig, log: Log = print_nothing, *, with_operations: bool = False
+) -> dict[str, Any]:
+    """How a model is run, as plain values. It is loaded for that, and let go.
+
+    `with_operations` adds the operations of each layer in a step, before and after fusion. Raises
+    `ModelError` for a model that cannot be found or would not run correctly, `UsageError` for
+    settings that do not fit it.
+    """
+    from cbatch_cli.engine.kv_cache import block_bytes
+    from cbatch_cli.models.step_observation import CountedKernels, observe_step
+
+    kernels = _load_kernels()
+    counted = None if isinstance(kernels, str) else CountedKernels(kernels)
+    before: list[StepObservation] = []
+    loaded = load_for_engines(
+        name,
+        config,
+        log,
+        before_fusion=lambda model: before.append(observe_step(model, counted)),
+        kernels=counted,
+    )
+    after = observe_step(loaded.model, counted)
+    model = loaded.model
+    facts: dict[str, Any] = {
+        "name": loaded.files.name,
+        "commit": loaded.files.commit,
+        "type": model.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "weight_bytes": model.num_parameter_bytes,
+        "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "attention_backend": model.attention_backend,
+        "attention_layers": _layer_groups(loaded, before[0]),
+        "fusion": None if loaded.fusion is None else loaded.fusion.as_dict(),
+        "kv_bytes_per_token": {
+            "uniform": block_bytes(model.layer_specs, block_size=1, dtype=model.dtype),
+        },
+        "load_s": round(loaded.load_s, 2),
+    }
+    if with_operations:
+        facts["operations"] = {
+            "before_fusion": _operation_facts(before[0]),
+            "after_fusion": _operation_facts(after),
+        }
+    return facts
+
+
+def doctor_text(report: Mapping[str, Any]) -> str:
+    """The report for people: `environment`, and `model` if one was looked at."""
+    lines = _environment_lines(report["environment"])
+    if "model" in report and "error" not in report["model"]:
+        lines += ["", *_model_lines(report["model"])]
+    return "\n".join(lines) + "\n"
+
+
+def _load_kernels() -> CPUKernels | str:
+    """The compiled kernels, or why there are none."""
+    from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
+
+    try:
+        return load_kernels()
+    except KernelsUnavailable as error:
+        return str(error)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu_facts(index: int) -> dict[str, Any]:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    return {"name": torch.cuda.get_device_name(index), "free_memory": free, "memory": total}
+
+
+def _layer_groups(loaded: LoadedModel, observation: StepObservation) -> list[dict[str, Any]]:
+    """Runs of layers that follow each other and are alike."""
+    layers = [
+        {
+            "num_heads": spec.num_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "value_head_dim": spec.value_head_dim,
+            "window": spec.sliding_window,
+            "softcap": softcap,
+            "sinks": has_sinks,
+        }
+        for spec, softcap, has_sinks in zip(
+            loaded.model.layer_specs, observation.softcaps, observation.has_sinks, strict=True
+        )
+    ]
+    groups: list[dict[str, Any]] = []
+    for shape, run in groupby(layers):
+        first = groups[-1]["last"] + 1 if groups else 0
+        groups.append({"first": first, "last": first + len(list(run)) - 1, **shape})
+    return groups
+
+
+def _operation_facts(observation: StepObservation) -> dict[str, Any]:
+    most = max(observation.operations, key=lambda names: sum(names.values()))
+    return {
+        "per_layer": list(observation.operations_per_layer),
+        "outside_layers": sum(observation.operations_outside.values()),
+        "of_the_longest_layer": dict(sorted(most.items())),
+    }
+
+
+def _environment_lines(facts: Mapping[str, Any]) -> list[str]:
+    packages = [f"{name} {number or 'missing'}" for name, number in facts["packages"].items()]
+    gpus = [
+        f"{gpu['name']}, {_size(gpu['free_memory'])} of {_size(gpu['memory'])} free"
+        for gpu in facts["gpus"]
+    ]
+    return _table(
+        {
+            "python": f"{facts['python']}, {facts['platform']}",
+            "packages": ", ".join(packages),
+            "device": facts["device"],
+            **({"gpus": "; ".join(gpus)} if gpus else {}),
+            "threads": f"{facts['threads']} of {facts['cpus']} CPUs",
+            "CPU kernels": facts["cpu_kernels"] or f"none: {facts['cpu_kernels_missing']}",
+            "free memory": _size(facts["available_memory"]),
+        }
+    )
+
+
+def _model_lines(facts: Mapping[str, Any]) -> list[str]:
+    commit = f" at {facts['commit']}" if facts["commit"] else ""
+    lines = {
+        "model": f"{facts['name']}{commit}, type {facts['type']}",
+        "weights": f"{_size(facts['weight_bytes'])} of {facts['dtype']} on {facts['device']}",
+        "context": f"{facts['max_model_len']:,} tokens",
+        "attention": facts["attention_backend"],
+        **{_layer_names(group): _shape(group) for group in facts["attention_layers"]},
+        **_fusion_lines(facts["fusion"]),
+        "KV cache": ", ".join(
+            f"{nbytes:,} bytes per token ({how})"
+            for how, nbytes in facts["kv_bytes_per_token"].items()
+        ),
+    }
+    for when, counts in facts.get("operations", {}).items():
+        lines[f"ops {when.replace('_', ' ')}"] = (
+            f"{_range(counts['per_layer'])} per layer, {counts['outside_layers']} outside of layers"
+        )
+    return _table(lines)
+
+
+def _layer_names(group: Mapping[str, Any]) -> str:
+    first, last = group["first"], group["last"]
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
+
+
+def _shape(group: Mapping[str, Any]) -> str:
+    head_dim, value_head_dim = group["head_dim"], group["value_head_dim"]
+    parts = [
+        f"{group['num_heads']} heads, {group['num_kv_heads']} of keys and values",
+        f"{head_dim} wide" if head_dim == value_head_dim else f"{head_dim}/{value_head_dim} wide",
+        f"window {group['window']}" if group["window"] else "sees all",
+    ]
+    if group["softcap"]:
+        parts.append(f"softcap {group['softcap']:g}")
+    if group["sinks"]:
+        parts.append("sinks")
+    return ", ".join(parts)
+
+
+def _fusion_lines(fusion: Mapping[str, Any] | None) -> dict[str, str]:
+    if fusion is None:
+        return {"fused": "nothing: that needs a float32 model on a CPU and the CPU kernels"}
+    reasons = [f"{count} not, since {why}" for why, count in fusion["reasons"].items()]
+    kinds = [f"{count} {kind}" for kind, count in fusion["linear_kinds"].items()]
+    return {
+        "fused": "; ".join([f"{fusion['num_fused']} of {fusion['num_layers']} layers", *reasons]),
+        "linear": ", ".join(kinds) or "all as in transformers",
+    }
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _table(lines: Mapping[str, str]) -> list[str]:
+    width = max(map(len, lines)) + 2
+    return [f"{name:<{width}}{value}" for name, value in lines.items()]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,265 @@
+"""What one forward pass of a loaded model does: its attention calls, its operations by layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cbatch_kernels.cpu_library import CPUKernels
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cbatch_cli.attention.backend import AttentionBackend, build_attention_backend
+from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
+from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.models.hf_model import HFModel
+
+# A row of one token, as a decode is, and a chunk.
+_QUERY_LENS = (1, 5)
+_BLOCK_SIZE = 16
+
+# These make a tensor and compute nothing.
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepObservation:
+    """One forward pass of a few tokens.
+
+    An operation is a call into torch that is neither a view nor an allocation, or a call of one
+    of our compiled CPU kernels. Launches of Triton kernels are not among them.
+    """
+
+    softcaps: tuple[float | None, ...]
+    """By attention layer: what the scores are bounded by."""
+    has_sinks: tuple[bool, ...]
+    operations: tuple[Mapping[str, int], ...]
+    """By decoder layer: how often each operation was called."""
+    operations_outside: Mapping[str, int]
+    """Those of the embedding, the positions, the last norm, the head."""
+
+    @property
+    def operations_per_layer(self) -> tuple[int, ...]:
+        """By decoder layer: the number of operations."""
+        return tuple(sum(names.values()) for names in self.operations)
+
+
+class CountedKernels:
+    """In place of `CPUKernels`: each call is told to `on_call` while there is one."""
+
+    def __init__(self, kernels: CPUKernels) -> None:
+        self.variant, self.panel = kernels.variant, kernels.panel
+        self.on_call: Callable[[str], None] | None = None
+        for name, function in vars(kernels).items():
+            if name not in ("variant", "panel"):
+                setattr(self, name, self._counted(name, function))
+
+    def _counted(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: Any) -> None:
+            if self.on_call is not None:
+                self.on_call(f"cbatch::{name}")
+            function(*args)
+
+        return counted
+
+
+@torch.inference_mode()
+def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservation:
+    """Run one step over a small KV cache of its own; bind another backend afterwards.
+
+    `kernels` are those that the fused layers of `model` were built with, if any were.
+    """
+    backend = _NotingBackend(_step_backend(model, kernels))
+    positions = _positions(model)
+    token_ids = (positions + 1) % model.vocab_size
+    last_indices = torch.tensor(_QUERY_LENS, device=model.device).cumsum(0) - 1
+    counter = _Counter()
+    model.bind(backend)
+    if kernels is not None:
+        kernels.on_call = counter.count
+    try:
+        backend.begin_step([_metadata(model)] * (1 + max(s.group for s in model.layer_specs)))
+        with counter.by_layer(decoder_layers(model)), counter:
+            model.forward(token_ids, positions, last_indices)
+    finally:
+        if kernels is not None:
+            kernels.on_call = None
+        model.unbind()
+    calls = [backend.calls[spec.index] for spec in model.layer_specs]
+    return StepObservation(
+        softcaps=tuple(softcap for softcap, _ in calls),
+        has_sinks=tuple(has_sinks for _, has_sinks in calls),
+        operations=tuple(counter.layers),
+        operations_outside=counter.outside,
+    )
+
+
+def decoder_layers(model: HFModel) -> list[nn.Module]:
+    """The blocks that the model's attention layers are in, in the order of those, each once."""
+    parents = {child: parent for parent in model.module.modules() for child in parent.children()}
+    layers = []
+    for attention in model.attention_modules:
+        layer = parents[attention]
+        while not isinstance(parents.get(layer, layer), nn.ModuleList) and layer in parents:
+            layer = parents[layer]
+        layers.append(layer if layer in parents else parents[attention])
+    return list(dict.fromkeys(layers))
+
+
+class _NotingBackend:
+    """An attention backend that keeps what each layer passes beside its tensors."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.calls: dict[int, tuple[float | None, bool]] = {}
+
+    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
+        """As the backend does."""
+        self._backend.begin_step(metadata)
+
+    def forward(
+        self,
+        layer: LayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As the backend does."""
+        self.calls[layer.index] = (softcap, sinks is not None)
+        return self._backend.forward(
+            layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks
+        )
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations, by the decoder layer that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layers: list[Counter[str]] = []
+        self.outside: Counter[str] = Counter()
+        self._current = self.outside
+
+    def count(self, name: str) -> None:
+        """One call of the operation `name`."""
+        self._current[name] += 1
+
+    @contextmanager
+    def by_layer(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Count what runs inside each of `layers` apart."""
+
+        def enter(counts: Counter[str]) -> Callable[..., None]:
+            return lambda *_: setattr(self, "_current", counts)
+
+        def leave(*_: Any) -> None:
+            self._current = self.outside
+
+        handles = []
+        for layer in layers:
+            self.layers.append(Counter())
+            handles.append(layer.register_forward_pre_hook(enter(self.layers[-1])))
+            handles.append(layer.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # An operation that is made of others arrives here first, since no gradients are kept.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if _computes(func, args, result):
+            self.count(func.overloadpacket._qualified_op_name)
+        return result
+
+
+def _computes(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a call did more than look at what was there, or make room for what comes."""
+    if func.overloadpacket.__name__ in _ALLOCATIONS:
+        return False
+    if func._schema.is_mutable:
+        return True
+    results = [value for value in _flat(result) if isinstance(value, Tensor)]
+    given = {value.untyped_storage().data_ptr() for value in _flat(args) if _has_storage(value)}
+    return any(
+        not _has_storage(value) or value.untyped_storage().data_ptr() not in given
+        for value in results
+    )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _positions(model: HFModel) -> Tensor:
+    return torch.cat([torch.arange(length, device=model.device) for length in _QUERY_LENS])
+
+
+def _step_backend(model: HFModel, kernels: CountedKernels | None) -> AttentionBackend:
+    def cache(spec: LayerSpec, head_dim: int) -> Tensor:
+        shape = (len(_QUERY_LENS), _BLOCK_SIZE, spec.num_kv_heads, head_dim)
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+    caches = [
+        (cache(spec, spec.head_dim), cache(spec, spec.value_head_dim)) for spec in model.layer_specs
+    ]
+    if model.attention_backend == "cpu" and kernels is not None:
+        return CPUAttentionBackend(model.layer_specs, caches, _BLOCK_SIZE, kernels)
+    return build_attention_backend(
+        model.attention_backend,
+        model.layer_specs,
+        caches,
+        _BLOCK_SIZE,
+        max_num_seqs=len(_QUERY_LENS),
+        max_model_len=_BLOCK_SIZE,
+    )
+
+
+def _metadata(model: HFModel) -> AttentionMetadata:
+    """Two rows from their start, each in a block of its own."""
+    lengths = _QUERY_LENS
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    slots = [
+        row * _BLOCK_SIZE + offset for row, length in enumerate(lengths) for offset in range(length)
+    ]
+
+    def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=model.device)
+
+    return AttentionMetadata(
+        query_start_loc=ints(starts),
+        seq_lens=ints(lengths),
+        block_tables=ints([[row] for row in range(len(lengths))]),
+        slot_mapping=ints(slots, torch.int64),
+        num_decodes=lengths.count(1),
+        max_query_len=max(lengths),
+        max_seq_len=max(lengths),
+        query_lens_cpu=lengths,
+        seq_lens_cpu=lengths,
+    )
