@@ -12,7 +12,7 @@ from cbatch_cli.assembly import LoadedEngine, load_engine, resolve_sampling
 from cbatch_cli.config import DEMO_MODEL, EngineConfig, build_job_config
 from cbatch_cli.data.prompt_columns import PromptColumns, PromptKind
 from cbatch_cli.data.row import Row
-from cbatch_cli.errors import RowError
+from cbatch_cli.errors import RowError, RowErrorType, UsageError
 from cbatch_cli.generation import TextGeneration
 from cbatch_cli.metrics import RequestMetrics
 from cbatch_cli.request import (
@@ -58,8 +58,11 @@ class Engine:
         """Answer `prompts`, pulled lazily on another thread, each yielded as it finishes.
 
         The n-th prompt has the key (n, 0); a `Request` brings its own key and params. A prompt that
-        cannot be run comes back with an error. Without `params` the model's defaults apply.
+        cannot be run comes back with an error. One that is left early gives up what is not
+        finished. Without `params` the model's defaults apply.
         """
+        if isinstance(prompts, str | Mapping):
+            raise TypeError("prompts must be an iterable of prompts; put a single one into a list")
         refused: deque[RequestOutput] = deque()
         requests = self._requests(prompts, params or self.default_params, refused)
         for request, output in self._generation.generate(requests):
@@ -98,16 +101,23 @@ class Engine:
                 yield Request(key=key, prompt_token_ids=encoded, params=params)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...] | RowError:
+        if isinstance(prompt, bytes) or not isinstance(prompt, str | SequenceABC):
+            message = f"a prompt must be text, ids or messages, not {type(prompt).__name__}"
+            return RowError(RowErrorType.BAD_TYPE, message)
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
         kind: PromptKind = "text" if isinstance(prompt, str) else "messages"
         encoder = self._encoders.get(kind)
         if encoder is None:
-            encoder = self._encoders[kind] = PromptEncoder(
-                tokenizer=self._loaded.tokenizer,
-                prompt=PromptColumns(kind=kind, column="prompt"),
-                defaults=self.default_params,
-            )
+            try:
+                encoder = PromptEncoder(
+                    tokenizer=self._loaded.tokenizer,
+                    prompt=PromptColumns(kind=kind, column="prompt"),
+                    defaults=self.default_params,
+                )
+            except UsageError as error:  # there is no chat template
+                return RowError(RowErrorType.UNSUPPORTED_OPTION, str(error))
+            self._encoders[kind] = encoder
         (encoded,) = encoder.encode([Row(index=0, columns={"prompt": prompt})])
         return encoded if isinstance(encoded, RowError) else encoded.token_ids
 

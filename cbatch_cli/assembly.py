@@ -102,6 +102,7 @@ class LoadedModel:
             description={
                 "model": self.files.name,
                 "commit": self.files.commit,
+                "vocab_size": self.model.vocab_size,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "device": str(self.model.device),
                 "scheduler": config.scheduler,
@@ -244,6 +245,8 @@ def build_core(
         deterministic=bool(config.deterministic),
     )
     model.bind(backend)
+    # A config may name ids that the model cannot give.
+    eos_token_ids = frozenset(i for i in model.eos_token_ids if i < model.vocab_size)
     policy = (
         StaticAdmission(limits.max_num_seqs)
         if config.scheduler == "static"
@@ -258,30 +261,38 @@ def build_core(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         policy=policy,
     )
     runner = TorchModelRunner(
         model=model,
         backend=backend,
         sampler=Sampler(
-            num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=model.eos_token_ids
+            num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=eos_token_ids
         ),
         num_slots=limits.max_num_seqs,
         max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
         block_size=limits.block_size,
     )
-    core = EngineCore(scheduler=scheduler, runner=runner, step_timeout_s=config.step_timeout)
+    core = EngineCore(
+        scheduler=scheduler,
+        runner=runner,
+        step_timeout_s=config.step_timeout,
+        vocab_size=model.vocab_size,
+    )
     return core, limits
 
 
 def resolve_sampling(
-    given: Mapping[str, Any], generation_defaults: Mapping[str, Any]
+    given: Mapping[str, Any],
+    generation_defaults: Mapping[str, Any],
+    *,
+    vocab_size: int | None = None,
 ) -> SamplingParams:
     """The run's sampling: what was given, then what the model's generation config says.
 
     Greedy unless that config says `do_sample` or a temperature above 0 was given. Raises
-    `UsageError` for a combination out of range.
+    `UsageError` for a combination out of range, and for a stop id beyond the model's vocabulary.
     """
     fields: dict[str, Any] = {
         "max_tokens": generation_defaults.get("max_new_tokens", DEFAULT_MAX_TOKENS)
@@ -295,9 +306,13 @@ def resolve_sampling(
     if fields["max_tokens"] < fields.get("min_tokens", 0) and "max_tokens" not in given:
         fields["max_tokens"] = fields["min_tokens"]
     try:
-        return SamplingParams(**fields)
+        params = SamplingParams(**fields)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    last_id = max(params.stop_token_ids, default=0)
+    if vocab_size is not None and last_id >= vocab_size:
+        raise UsageError(f"stop_token_ids holds {last_id}, but the model has {vocab_size} tokens")
+    return params
 
 
 def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> EngineLimits:

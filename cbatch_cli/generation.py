@@ -26,19 +26,40 @@ class TextGeneration:
         self._detokenizer = Detokenizer(tokenizer)
         self._watcher = StopStringWatcher(self._detokenizer)
         self._requests: dict[RequestKey, Request] = {}
+        self._call: object | None = None
+        """Stands for the `generate` that runs."""
         client.token_listener = self._on_tokens
 
     def generate(
         self, requests: Iterable[Request]
     ) -> Generator[tuple[Request, RequestOutput], None, None]:
-        """Run `requests`, pulled lazily on another thread; outputs hold ids, not yet text."""
-        for output in self._client.generate(map(self._follow, requests)):
-            self._watcher.discard(output.key)
-            yield self._requests.pop(output.key), output
+        """Run `requests`, pulled lazily on another thread; outputs hold ids, not yet text.
+
+        Whoever stops early gives up what is not finished. Raises `RuntimeError` while another call
+        has not ended.
+        """
+        if self._call is not None:
+            raise RuntimeError(
+                "another generate of this engine has not ended: exhaust it, close it, or use submit"
+            )
+        self._call = call = object()
+        followed = map(lambda request: self._follow(request, call), requests)
+        try:
+            for output in self._client.generate(followed):
+                self._watcher.discard(output.key)
+                yield self._requests.pop(output.key), output
+        except BaseException:
+            # The engine has dropped them all.
+            for key in list(self._requests):
+                del self._requests[key]
+                self._watcher.discard(key)
+            raise
+        finally:
+            self._call = None
 
     def submit(self, request: Request) -> None:
         """Queue one more request for the `generate` that runs, or for the next; thread-safe."""
-        self._client.submit(self._follow(request))
+        self._client.submit(self._follow(request, self._call))
 
     def finalize(self, request: Request, output: RequestOutput) -> RequestOutput:
         """The output with its text, stop string and surplus ids cut off."""
@@ -59,7 +80,9 @@ class TextGeneration:
             metrics=dataclasses.replace(output.metrics, completion_tokens=finished.num_tokens),
         )
 
-    def _follow(self, request: Request) -> Request:
+    def _follow(self, request: Request, call: object | None) -> Request:
+        if call is not self._call:
+            return request  # of a source that was slow, for a call that was left: goes nowhere
         if request.key in self._requests:
             raise ValueError(f"a request with key {tuple(request.key)} is in the engine already")
         self._requests[request.key] = request

@@ -103,17 +103,21 @@ def run_job(
                 log(write_failed_rows(errors_file, config, target, source, prompt).text)
             plan.end(work_dir, plan.settled or {}, plan.summary)
             return plan.summary
-        log(f"loading {config.model}")
-        engine = loader.load(config.model, config.engine, log)
-        params = resolve_sampling(config.sampling_options, engine.generation_defaults)
-        log(f"sampling: {_describe(params)}")
-        settled = settled_by_model(params, engine.description.get("dtype"))
         passthrough = source.arrow_schema(prompt)
         schema = output_schema(
             passthrough,
             output_column=config.output_column,
             return_token_ids=config.return_token_ids,
         )
+        log(f"loading {config.model}")
+        engine = loader.load(config.model, config.engine, log)
+        params = resolve_sampling(
+            config.sampling_options,
+            engine.generation_defaults,
+            vocab_size=engine.description.get("vocab_size"),
+        )
+        log(f"sampling: {_describe(params)}")
+        settled = settled_by_model(params, engine.description.get("dtype"))
         encoder = PromptEncoder(
             tokenizer=engine.tokenizer,
             prompt=prompt,

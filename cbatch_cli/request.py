@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from cbatch_cli.errors import RowError, RowErrorType, RowFailedError
 from cbatch_cli.metrics import RequestMetrics
 
+MAX_INT = 2**31 - 1
+"""The largest count or token id that may be asked for."""
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the value is what the output column holds."""
@@ -54,14 +57,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, math.inf)
         _require_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _require_int("top_k", self.top_k, 0)
+        _require_int("top_k", self.top_k, 0, MAX_INT)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_int("max_tokens", self.max_tokens, 1)
+        _require_int("max_tokens", self.max_tokens, 1, MAX_INT)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError("stop must be a list of non-empty strings")
         for token_id in self.stop_token_ids:
-            _require_int("stop_token_ids", token_id, 0)
+            _require_int("stop_token_ids", token_id, 0, MAX_INT)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
         if self.seed is not None:
@@ -167,11 +170,14 @@ def _require_number(
         raise ValueError(f"{name} must be {_range(low, high, low_open)}, not {value!r:.40}")
 
 
-def _require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _require_int(name: str, value: Any, low: int, high: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):
-        bounds = _range(low, math.inf if high is None else high, False)
-        raise ValueError(f"{name} must be an integer {bounds}, not {value!r:.40}")
+    if not is_int or not low <= value <= high:
+        # Numbers of more digits than Python turns into text come out as their type.
+        shown = f"{value!r:.40}" if not is_int or abs(value) < 2**128 else "a larger one"
+        raise ValueError(
+            f"{name} must be an integer at least {low} and at most {high}, not {shown}"
+        )
 
 
 def _range(low: float, high: float, low_open: bool) -> str:

@@ -287,7 +287,10 @@ def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
         (["run"], "inputs must name at least one file"),
         (["run", "a", "--max-token", "3"], "No such option: --max-token"),
         (["run", "a", "--max-tokens", "x"], "'--max-tokens'"),
-        (["run", "a", "--max-tokens", "0"], "max_tokens must be an integer at least 1, not 0"),
+        (
+            ["run", "a", "--max-tokens", "0"],
+            "max_tokens must be an integer at least 1 and at most 2147483647, not 0",
+        ),
         (["run", "a", "--dtype", "int8"], "'--dtype'"),
         (["run", "a", "--kv-cache-memory", "x"], "kv_cache_memory must be a size such as 4GiB"),
         (["run", "a", "--max-errors", "x"], "max_errors must be a number of rows or a percentage"),

@@ -159,7 +159,7 @@ def _default_output(inputs: Sequence[str]) -> str:
     # Of a pattern the folder that is searched, as in `data` for data/*.jsonl.
     while glob.has_magic(first):
         first = os.path.dirname(first)
-    name = Path(first).name if first in ("/", "") else Path(first).resolve().name
+    name = Path(first).resolve().name
     stem = INPUT_SUFFIX.sub("", name)
     if not stem:
         raise UsageError(f"no output name can be derived from {inputs[0]!r}; name one with -o")

@@ -38,7 +38,8 @@ class EngineCore:
     """Continuous batching over a `Scheduler` and a `ModelRunner`; sees token ids only.
 
     One thread runs `generate`; `submit` and `finish` may be called from any. A request that cannot
-    run comes back as an output with an error. A step longer than `step_timeout_s` ends the process.
+    run comes back as an output with an error, also one with ids beyond `vocab_size`. A step longer
+    than `step_timeout_s` ends the process.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class EngineCore:
         runner: ModelRunner,
         token_listener: TokenListener | None = None,
         step_timeout_s: float = math.inf,
+        vocab_size: int | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self._vocab_size = vocab_size
         self._step_timeout_s = step_timeout_s
         self.token_listener = token_listener
         self.stats = EngineStats(
@@ -64,6 +67,8 @@ class EngineCore:
         self._changed = threading.Condition()
         self._input_open = True
         self._feed_error: BaseException | None = None
+        self._call_id = 0
+        """Which call of `generate` is fed."""
         self._is_stopping = False
         self._token_limit = TokenLimit(scheduler)
         self._step_started_at: float | None = None
@@ -109,8 +114,9 @@ class EngineCore:
             self._input_open = True
             self._is_stopping = False
             self._feed_error = None
+            self._call_id += 1
         feeder = threading.Thread(
-            target=self._feed, args=(requests,), name="cbatch-feeder", daemon=True
+            target=self._feed, args=(requests, self._call_id), name="cbatch-feeder", daemon=True
         )
         feeder.start()
         watchdog = Watchdog(
@@ -155,34 +161,41 @@ class EngineCore:
             if ended is not None:
                 yield self._hand_out(ended)
 
-    def _feed(self, requests: Iterable[Request]) -> None:
+    def _feed(self, requests: Iterable[Request], call_id: int) -> None:
         iterator = iter(requests)
+        failure: BaseException | None = None
         try:
-            while self._wait_for_room():
+            while self._wait_for_room(call_id):
                 try:
                     request = next(iterator)
                 except StopIteration:
                     break
                 with self._changed:
-                    if not self._input_open:
+                    if not self._is_fed_by(call_id):
                         break
                     self._inbox.append(request)
                     self._changed.notify_all()
         except BaseException as error:
-            self._feed_error = error
-        finally:
-            self._close_input()
+            failure = error
+        with self._changed:
+            if self._call_id == call_id:
+                self._feed_error = failure
+                self._close_input()
 
-    def _wait_for_room(self) -> bool:
+    def _is_fed_by(self, call_id: int) -> bool:
+        """False for the feeder of a call that was left while its source was slow."""
+        return self._input_open and self._call_id == call_id
+
+    def _wait_for_room(self, call_id: int) -> bool:
         """Block until another request may be pulled; False once input is closed."""
 
         def has_room() -> bool:
             waiting = len(self._inbox) + len(self.scheduler.waiting)
-            return waiting < self._window or not self._input_open
+            return waiting < self._window or not self._is_fed_by(call_id)
 
         with self._changed:
             self._changed.wait_for(has_room)
-            return self._input_open
+            return self._is_fed_by(call_id)
 
     def _take_in(self) -> Iterator[RequestOutput]:
         with self._changed:
@@ -208,6 +221,18 @@ class EngineCore:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
             return RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no tokens")
+        if self._vocab_size is not None:
+            stop_ids, prompt_ids = request.params.stop_token_ids, request.prompt_token_ids
+            if (token_id := max(stop_ids, default=0)) >= self._vocab_size:
+                return RowError(
+                    RowErrorType.INVALID_OPTION,
+                    f"stop_token_ids holds {token_id}, but the model has {self._vocab_size} tokens",
+                )
+            if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
+                return RowError(
+                    RowErrorType.BAD_TYPE,
+                    f"the prompt has ids outside of the model's {self._vocab_size} tokens",
+                )
         scheduler = self.scheduler
         return check_length(
             num_prompt_tokens, scheduler.max_model_len, scheduler.blocks.capacity_tokens
@@ -229,9 +254,10 @@ class EngineCore:
         except DeviceMemoryError as error:
             yield from self._retry_smaller(step, error)
             return
-        except CBatchError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            scheduler.abandon(step)  # what runs next must not wait for this step
+            if isinstance(error, CBatchError) or not isinstance(error, Exception):
+                raise
             raise EngineError(f"step {step.step_id} failed: {error}") from error
         finally:
             self._step_started_at = None

@@ -105,10 +105,7 @@ class PromptEncoder:
         if getattr(self._tokenizer, "chat_template", None) is not None:
             return True
         if self._prompt.kind == "messages" or self._chat:
-            raise UsageError(
-                f"the model {self._tokenizer.name_or_path} has no chat template, "
-                "so it takes plain prompts only"
-            )
+            raise UsageError("the model has no chat template, so it takes plain prompts only")
         return False
 
     def _start_renderer(self, template: str | None) -> TemplateRenderer | None:

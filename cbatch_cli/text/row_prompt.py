@@ -59,8 +59,8 @@ def _read_columns(columns: Mapping[str, Any], prompt: PromptColumns) -> str | li
 
 def _read_sampling(value: Any) -> Mapping[str, Any]:
     """The sampling options in a column that holds an object or its JSON text."""
-    if value is None:
-        return {}
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}  # CSV has nothing but an empty cell for what is not there
     if isinstance(value, str):
         try:
             value = json.loads(value)

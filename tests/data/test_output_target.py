@@ -38,7 +38,7 @@ def test_the_default_is_named_after_the_first_input(first_input: str, expected: 
     assert target.work_dir == Path(expected + ".cbatch")
 
 
-@pytest.mark.parametrize("first_input", ["-", "*.jsonl", ".jsonl"])
+@pytest.mark.parametrize("first_input", ["-", ".jsonl"])
 def test_an_input_without_a_name_needs_an_output(first_input: str) -> None:
     with pytest.raises(UsageError, match="-o"):
         resolve_target(None, [first_input])
@@ -165,3 +165,11 @@ def test_the_order_of_part_names_is_the_order_of_parts() -> None:
     assert names[0] == "part-00000.parquet"
     assert sorted(names) == names
     assert all(output_target.PART_NAME.fullmatch(name) for name in names)
+
+
+def test_a_pattern_in_the_current_folder_is_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = resolve_target(None, ["*.jsonl"])
+    assert target.path == Path(f"{tmp_path.name}.results.parquet")

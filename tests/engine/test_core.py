@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -287,3 +288,30 @@ def test_a_step_that_never_ends_is_told_and_ends_the_process() -> None:
     assert child.returncode == 6
     assert "has not ended in 0.4 s: step 0, 1 running" in child.stderr
     assert "in execute" in child.stderr, "the stacks are dumped"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop_token_ids", "error"),
+    [
+        ([1, 100], (), RowErrorType.BAD_TYPE),
+        ([-1, 2], (), RowErrorType.BAD_TYPE),
+        ([1], (3, 100), RowErrorType.INVALID_OPTION),
+        ([1, 99], (99,), None),
+    ],
+)
+def test_ids_beyond_the_vocabulary_fail_their_row_alone(
+    prompt: list[int], stop_token_ids: tuple[int, ...], error: RowErrorType | None
+) -> None:
+    scheduler = make_scheduler()
+    runner = FakeRunner(num_blocks=64, block_size=4)
+    core = EngineCore(scheduler=scheduler, runner=runner, vocab_size=100)
+    given = make_request(0, prompt, max_tokens=2)
+    params = dataclasses.replace(given.params, stop_token_ids=stop_token_ids)
+    outputs = list(
+        core.generate(
+            [dataclasses.replace(given, params=params), make_request(1, [5], max_tokens=2)]
+        )
+    )
+    by_row = {output.key.row: output.error for output in outputs}
+    assert by_row[1] is None
+    assert (by_row[0] and by_row[0].type) == error

@@ -180,7 +180,7 @@ def test_conversations_need_a_chat_template_and_chat() -> None:
     bare = byte_tokenizer(chat_template=None)
     bare.name_or_path = "some/model"
     for kind, chat in (("messages", None), ("messages", True), ("text", True)):
-        with pytest.raises(UsageError, match="some/model has no chat template"):
+        with pytest.raises(UsageError, match="the model has no chat template"):
             PromptEncoder(tokenizer=bare, prompt=COLUMNS[kind], chat=chat, defaults=DEFAULTS)
     with pytest.raises(UsageError, match="'messages'.*--no-chat"):
         PromptEncoder(tokenizer=BYTES, prompt=COLUMNS["messages"], chat=False, defaults=DEFAULTS)
@@ -241,10 +241,15 @@ def test_a_row_overrides_the_sampling_defaults() -> None:
         {"temperature": 0.5, "stop": None},
         '{"max_tokens": 2}',
         None,
+        " ",
         '{"max',
         [1],
         {"temperature": -1},
         {"tempature": 1},
+        {"top_k": 10**20},
+        {"top_k": 10**5000},
+        {"max_tokens": 2**31},
+        {"stop_token_ids": [2**70]},
     ]
     encoded = encode("text", *({"prompt": "a", "sampling_params": value} for value in own))
     params = [prompt.params for prompt in encoded if isinstance(prompt, EncodedPrompt)]
@@ -252,12 +257,14 @@ def test_a_row_overrides_the_sampling_defaults() -> None:
         SamplingParams(max_tokens=7, stop=("END",), temperature=0.5),
         SamplingParams(max_tokens=2, stop=("END",)),
         DEFAULTS,
+        DEFAULTS,
     ]
-    assert [error_of(prompt) for prompt in encoded[3:]] == [
+    assert [error_of(prompt) for prompt in encoded[4:]] == [
         RowErrorType.INVALID_OPTION,
         RowErrorType.INVALID_OPTION,
         RowErrorType.INVALID_OPTION,
         RowErrorType.UNSUPPORTED_OPTION,
+        *[RowErrorType.INVALID_OPTION] * 4,
     ]
 
 
