@@ -30,7 +30,8 @@ def environment_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        # The version of torch itself also names the build.
+        "packages": {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__},
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "gpus": [_gpu_facts(index) for index in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),

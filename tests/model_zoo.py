@@ -6,6 +6,7 @@ the rules, where they lead to a config that its own code rejects.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -91,8 +92,14 @@ _NOT_PER_LAYER = {
     "num_kv_shared_layers": 4,
 }
 # What a type needs to have a config at all.
+_MUSIC = {
+    "text_encoder": {"model_type": "t5"},
+    "audio_encoder": {"model_type": "encodec"},
+}
 _OUTER_OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": _NOT_PER_LAYER},
+    "musicgen": {**_MUSIC, "decoder": {"model_type": "musicgen_decoder"}},
+    "musicgen_melody": {**_MUSIC, "decoder": {"model_type": "musicgen_melody_decoder"}},
 }
 
 # Multi-modal types, of which only the text part is built: the rest needs packages that we do not.
@@ -218,7 +225,8 @@ def require_decoder_type(model_type: str) -> None:
 
 
 def _default_config(model_type: str) -> PreTrainedConfig:
-    return CONFIG_MAPPING[model_type](**_OUTER_OVERRIDES.get(model_type, {}))
+    # Some configs take what they are given apart.
+    return CONFIG_MAPPING[model_type](**copy.deepcopy(_OUTER_OVERRIDES.get(model_type, {})))
 
 
 def _shrunk(

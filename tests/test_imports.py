@@ -62,6 +62,34 @@ HEAVY: dict[str, set[str]] = {
 }
 """Which modules and rooms may import what takes seconds to load."""
 
+MODELLING = {
+    "models/attention_hook",
+    "models/gguf_cache",
+    "models/hf_model",
+    "models/loading",
+    "models/padded_generate",
+}
+"""The files that know transformers' models: what a new version of it can break is in these."""
+
+NOT_MODELLING = {
+    "PreTrainedTokenizerBase",
+    "PreTrainedTokenizerFast",
+    "AutoTokenizer",
+    "PreTrainedConfig",
+    "logging",
+}
+"""What others may use of transformers."""
+
+MODELLING_ATTRIBUTES = {
+    "_supports_attention_backend",
+    "_is_stateful",
+    "set_attn_implementation",
+    "get_output_embeddings",
+    "get_text_config",
+    "generation_config",
+}
+"""Of transformers' models and configs, used by these files and their two helpers only."""
+
 
 def modules() -> dict[str, Path]:
     """Every source file by its name, as `engine/scheduler`; the package itself is empty."""
@@ -119,6 +147,26 @@ def test_arrows(name: str) -> None:
     loaded = imported_names(path, for_type_checkers=False)
     packages = {imported.partition(".")[0] for imported in loaded}
     assert {heavy for heavy in packages & set(HEAVY) if not fits(name, HEAVY[heavy])} == set()
+
+
+def test_few_files_know_transformers_models() -> None:
+    users = {
+        name
+        for name, path in modules().items()
+        for imported in imported_names(path, for_type_checkers=True)
+        if imported.startswith("transformers.") and imported.split(".")[1] not in NOT_MODELLING
+    }
+    assert users == MODELLING
+
+
+def test_few_files_use_attributes_of_transformers_models() -> None:
+    users = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in MODELLING_ATTRIBUTES
+    }
+    assert users <= MODELLING | {"models/context_length", "models/fusion"}
 
 
 def test_no_cycle_of_imports() -> None:

@@ -40,7 +40,8 @@ TOLERANCE = 1e-5
 """Largest difference of a logit, as a share of the row's largest one."""
 VISIBLE = 1e-3
 """What a fault has to make of it: a hundred times what rounding does."""
-MIN_WORKING = 100
+MIN_SHARE_WORKING = 0.5
+"""Of the types of any version of transformers; recipes/models.md has the numbers of one."""
 
 # Three rows of very different length: prefills of unlike size, chunks, decodes, a row that starts
 # later, and one that is done before the others. The first is longer than every threshold.
@@ -165,7 +166,7 @@ def test_a_type_works_or_is_refused(model_type: str) -> None:
         assert outcome.error_repositioned > VISIBLE
     else:
         assert re.fullmatch(r"[^\n]{20,250}", outcome.reason)
-        assert " cannot be run: " in outcome.reason
+        assert re.search(r"^cannot load \S+: | cannot be run: ", outcome.reason)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -186,7 +187,7 @@ def test_a_refusal_does_not_need_rows_beyond_a_threshold(model_type: str) -> Non
 
 def test_most_types_work() -> None:
     kinds = [measure(model_type).kind for model_type in MODEL_TYPES]
-    assert kinds.count("works") >= MIN_WORKING
+    assert kinds.count("works") >= MIN_SHARE_WORKING * len(kinds)
 
 
 def test_the_table_is_up_to_date() -> None:
