@@ -88,6 +88,27 @@ def expected_output(
             return tuple(output)
 
 
+def poison_blocks(allocator: BlockAllocator, poison: Callable[[list[int]], None]) -> None:
+    """Have `poison` called with blocks that are handed out, and with freed ones nobody can share.
+
+    A block counts as freed at once, even if steps that were scheduled before have not run.
+    """
+    allocate, free = allocator.allocate, allocator.free
+
+    def poisoning_allocate(count: int) -> list[int]:
+        block_ids = allocate(count)
+        poison(block_ids)
+        return block_ids
+
+    def poisoning_free(block_ids: Sequence[int]) -> None:
+        free(block_ids)
+        known = allocator._hash_by_block
+        poison([b for b in block_ids if allocator.is_free(b) and b not in known])
+
+    allocator.allocate = poisoning_allocate  # type: ignore[method-assign]
+    allocator.free = poisoning_free  # type: ignore[method-assign]
+
+
 class FakeRunner:
     """Executes steps over a paged cache whose blocks all KV groups share."""
 
@@ -103,26 +124,14 @@ class FakeRunner:
         self.steps: list[SchedulerOutput] = []
 
     def watch(self, allocator: BlockAllocator) -> None:
-        """From now on poison blocks when they are handed out, and when none can share them."""
-        allocate, free = allocator.allocate, allocator.free
+        """Poison blocks from now on, as `poison_blocks` says."""
 
         def poison(block_ids: Iterable[int]) -> None:
             for block_id in block_ids:
                 start = block_id * self.block_size
                 self.cache[start : start + self.block_size] = [POISON] * self.block_size
 
-        def poisoning_allocate(count: int) -> list[int]:
-            block_ids = allocate(count)
-            poison(block_ids)
-            return block_ids
-
-        def poisoning_free(block_ids: Sequence[int]) -> None:
-            free(block_ids)
-            known = allocator._hash_by_block
-            poison(b for b in block_ids if allocator.is_free(b) and b not in known)
-
-        allocator.allocate = poisoning_allocate  # type: ignore[method-assign]
-        allocator.free = poisoning_free  # type: ignore[method-assign]
+        poison_blocks(allocator, poison)
 
     def execute(self, step: SchedulerOutput, stats: EngineStats | None = None) -> StepOutput:
         """Write all tokens, then sample from what the block tables say."""
