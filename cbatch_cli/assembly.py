@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
+    from cbatch_cli.engine.kv_groups import KVGroups
     from cbatch_cli.models.fusion import FusionReport
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
@@ -223,13 +224,15 @@ def build_core(
     """
     from cbatch_cli.attention.backend import build_attention_backend
     from cbatch_cli.engine.kv_cache import KVCache
+    from cbatch_cli.engine.kv_groups import group_layers
     from cbatch_cli.engine.model_runner import TorchModelRunner
     from cbatch_cli.engine.sampler import Sampler
 
     model.unbind()  # the KV cache of an engine built before it would take the new one's memory
-    limits = _resolve_limits(config, model, log=log)
+    groups = group_layers(model.layer_specs)
+    limits = _resolve_limits(config, model, groups, log=log)
     cache = KVCache(
-        model.layer_specs,
+        groups,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
         dtype=model.dtype,
@@ -237,14 +240,14 @@ def build_core(
     )
     backend = build_attention_backend(
         model.attention_backend,
-        model.layer_specs,
+        groups.layers,
         cache.layers,
         limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         deterministic=bool(config.deterministic),
     )
-    model.bind(backend)
+    model.bind(backend, groups.layers)
     # A config may name ids that the model cannot give.
     eos_token_ids = frozenset(i for i in model.eos_token_ids if i < model.vocab_size)
     policy = (
@@ -256,6 +259,7 @@ def build_core(
         blocks=KVBlocks(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
+            windows=groups.windows,
             prefix_caching=config.prefix_caching,
         ),
         max_num_seqs=limits.max_num_seqs,
@@ -271,9 +275,16 @@ def build_core(
             num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=eos_token_ids
         ),
         num_slots=limits.max_num_seqs,
+        num_kv_groups=len(groups.windows),
         max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
         block_size=limits.block_size,
     )
+    if scheduler.max_sequence_tokens < limits.max_model_len:
+        log(
+            f"the KV cache ends an answer at {scheduler.max_sequence_tokens:,} tokens, prompt "
+            f"included, before the context of {limits.max_model_len:,} does; --kv-cache-memory "
+            "gives it more"
+        )
     core = EngineCore(
         scheduler=scheduler,
         runner=runner,
@@ -315,7 +326,9 @@ def resolve_sampling(
     return params
 
 
-def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> EngineLimits:
+def _resolve_limits(
+    config: EngineConfig, model: HFModel, groups: KVGroups, *, log: Log
+) -> EngineLimits:
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
     on_gpu = model.device.type == "cuda"
@@ -327,9 +340,11 @@ def _resolve_limits(config: EngineConfig, model: HFModel, *, log: Log) -> Engine
     block_size = config.block_size or (16 if on_gpu else 64)
     num_blocks = config.num_kv_blocks or fit_num_blocks(
         memory=config.kv_cache_memory or _free_memory(config, model.device),
-        block_nbytes=block_bytes(model.layer_specs, block_size=block_size, dtype=model.dtype),
+        block_nbytes=block_bytes(groups, block_size=block_size, dtype=model.dtype),
         block_size=block_size,
+        windows=groups.windows,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
         max_model_len=model.max_model_len,
     )
     return EngineLimits(

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from cbatch_kernels.cpu_library import CPUKernels
 
     from cbatch_cli.assembly import LoadedModel
+    from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.step_observation import StepObservation
 
+_LONG_CONTEXT = 8192
 _PACKAGES = ("cbatch", "torch", "transformers", "triton", "pyarrow")
 
 
@@ -51,7 +53,6 @@ def model_facts(
     `ModelError` for a model that cannot be found or would not run correctly, `UsageError` for
     settings that do not fit it.
     """
-    from cbatch_cli.engine.kv_cache import block_bytes
     from cbatch_cli.models.step_observation import CountedKernels, observe_step
 
     kernels = _load_kernels()
@@ -78,9 +79,7 @@ def model_facts(
         "attention_backend": model.attention_backend,
         "attention_layers": _layer_groups(loaded, before[0]),
         "fusion": None if loaded.fusion is None else loaded.fusion.as_dict(),
-        "kv_bytes_per_token": {
-            "uniform": block_bytes(model.layer_specs, block_size=1, dtype=model.dtype),
-        },
+        "kv_cache": _kv_facts(model),
         "load_s": round(loaded.load_s, 2),
     }
     if with_operations:
@@ -146,6 +145,25 @@ def _layer_groups(loaded: LoadedModel, observation: StepObservation) -> list[dic
     return groups
 
 
+def _kv_facts(model: HFModel) -> dict[str, Any]:
+    """What a token of a long sequence takes, windows kept only and everything kept."""
+    from cbatch_cli.engine.kv_cache import kv_cost
+
+    context_len = min(_LONG_CONTEXT, model.max_model_len)
+    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=model.dtype)
+    return {
+        "context_len": context_len,
+        "bytes_per_token": round(cost.bytes_per_token),
+        "uniform_bytes_per_token": round(cost.uniform_bytes_per_token),
+    }
+
+
+def _kv_line(facts: Mapping[str, Any]) -> str:
+    kept, uniform = facts["bytes_per_token"], facts["uniform_bytes_per_token"]
+    line = f"{kept:,} bytes per token at a length of {facts['context_len']:,}"
+    return line if kept == uniform else f"{line}; {uniform:,} without windows"
+
+
 def _operation_facts(observation: StepObservation) -> dict[str, Any]:
     most = max(observation.operations, key=lambda names: sum(names.values()))
     return {
@@ -183,10 +201,7 @@ def _model_lines(facts: Mapping[str, Any]) -> list[str]:
         "attention": facts["attention_backend"],
         **{_layer_names(group): _shape(group) for group in facts["attention_layers"]},
         **_fusion_lines(facts["fusion"]),
-        "KV cache": ", ".join(
-            f"{nbytes:,} bytes per token ({how})"
-            for how, nbytes in facts["kv_bytes_per_token"].items()
-        ),
+        "KV cache": _kv_line(facts["kv_cache"]),
     }
     for when, counts in facts.get("operations", {}).items():
         lines[f"ops {when.replace('_', ' ')}"] = (

@@ -56,6 +56,17 @@ def test_without_compiled_kernels_only_what_needs_them_is_refused(
         load(llama, quantization="w8a16")
 
 
+def test_it_is_said_that_memory_ends_answers_before_the_context_does(llama: Path) -> None:
+    loaded = load(llama)
+    lines: list[str] = []
+    loaded.build_engine(EngineConfig(num_kv_blocks=4, block_size=16), lines.append)
+    assert any("ends an answer at 64 tokens" in line for line in lines)
+    lines.clear()
+    loaded.release_engine()
+    loaded.build_engine(EngineConfig(max_model_len=64), lines.append)
+    assert not any("ends an answer" in line for line in lines)
+
+
 def test_no_half_precision_is_rounded_to_8_bits(llama: Path) -> None:
     with pytest.raises(UsageError, match="^--quantization w8a16 needs a float32 model on a CPU$"):
         load_for_engines(str(llama), EngineConfig(dtype="bfloat16", quantization="w8a16"))

@@ -76,7 +76,7 @@ def answers(folder: Path) -> dict[int, Answer]:
         {"max_num_seqs": 1, "max_num_batched_tokens": 7},
         {"max_num_seqs": 3, "max_num_batched_tokens": 5, "block_size": 1},
         {"max_num_seqs": 5, "max_num_batched_tokens": 64, "prefix_caching": False},
-        {"max_num_seqs": 8, "max_num_batched_tokens": 33, "block_size": 4, "num_kv_blocks": 21},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 33, "block_size": 4, "num_kv_blocks": 27},
         {"max_num_seqs": 6, "scheduler": "static"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

@@ -15,6 +15,7 @@ from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.cli import main
 from cbatch_cli.engine.kv_cache import KVCache
+from cbatch_cli.engine.kv_groups import one_group
 from cbatch_cli.engine.memory import available_memory
 from tests.tiny_models import save_tiny_model
 
@@ -94,7 +95,10 @@ def test_layers_that_are_alike_are_one_line(
     ]
     assert (model["type"], model["max_model_len"], model["dtype"]) == ("llama", 512, "float32")
     assert model["attention_backend"] == "cpu"
-    assert model["fusion"]["num_fused"] == 3 and model["fusion"]["linear_kinds"] == {"packed": 13}
+    assert model["fusion"]["num_fused"] == 3 and model["fusion"]["linear_kinds"] == {
+        "packed": 12,
+        "two_stage": 1,
+    }
     assert "operations" not in model
 
 
@@ -120,14 +124,26 @@ def test_bytes_of_a_token_are_those_of_the_cache(
     shape = {name: group[name] for name in ("num_heads", "num_kv_heads")}
     widths = {name: group[name] for name in ("head_dim", "value_head_dim")}
     cache = KVCache(
-        [LayerSpec(index=index, **shape, **widths) for index in range(group["last"] + 1)],
+        one_group(
+            [LayerSpec(index=index, **shape, **widths) for index in range(group["last"] + 1)]
+        ),
         num_blocks=1,
         block_size=1,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
     sizes = [tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in layer]
-    assert model["kv_bytes_per_token"]["uniform"] == sum(sizes)
+    assert model["kv_cache"]["uniform_bytes_per_token"] == sum(sizes)
+    assert model["kv_cache"]["bytes_per_token"] == sum(sizes), "no layer has a window"
+
+
+def test_windows_make_a_token_of_a_long_sequence_cheaper(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_tiny_model("gemma3", tmp_path)
+    cache = facts(capsys, "-m", str(tmp_path), *ON_CPU)["model"]["kv_cache"]
+    assert cache["bytes_per_token"] < 0.6 * cache["uniform_bytes_per_token"]
+    assert "without windows" in doctor(capsys, "-m", str(tmp_path), *ON_CPU)
 
 
 @pytest.mark.parametrize(("name", "most"), [("llama", 12), ("qwen3", 14), ("gemma3", 16)])

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from cbatch_cli.assembly import build_core, load_for_engines
 from cbatch_cli.config import DEMO_MODEL, EngineConfig
 from cbatch_cli.engine.core import EngineCore
+from cbatch_cli.engine.kv_groups import group_layers, sequence_blocks
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.loading import ModelFiles, load_model, resolve_model
 from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput, SamplingParams
@@ -96,10 +97,11 @@ class Case:
         short = [row for row in rows if len(row.prompt) <= SHORT]
         return [short, [row for row in rows if len(row.prompt) > SHORT]]
 
-    def engine_config(self, rows: Sequence[Expected]) -> EngineConfig:
+    def engine_config(self, rows: Sequence[Expected], model: HFModel) -> EngineConfig:
         """A tight pool holds the longest of `rows` and little more."""
         longest = max(len(row.prompt) + len(row.token_ids) for row in rows)
-        num_blocks = max(3, -(-longest // self.block_size))
+        windows = group_layers(model.layer_specs).windows
+        num_blocks = max(3, sequence_blocks(windows, longest, self.block_size))
         return EngineConfig(
             block_size=self.block_size,
             max_num_batched_tokens=self.budget,
@@ -247,7 +249,7 @@ def check_case(case: Case, model: HFModel, expected: Sequence[Expected]) -> None
     """Run all rows as the case says and compare."""
     num_checked = num_preemptions = num_cached_tokens = 0
     for rows in case.waves(expected):
-        core, _ = build_core(model, case.engine_config(rows))
+        core, _ = build_core(model, case.engine_config(rows, model))
         requests = [
             Request(
                 key=RequestKey(row),

@@ -205,7 +205,7 @@ class EngineCore:
             self._finish_calls.clear()
             self.scheduler.input_open = self._input_open
         for request in requests:
-            sequence = Sequence(request, num_kv_groups=len(self.scheduler.blocks.allocators))
+            sequence = Sequence(request, num_kv_groups=len(self.scheduler.blocks.windows))
             sequence.error = self._refusal(request)
             if sequence.error is None:
                 self.scheduler.add(sequence)

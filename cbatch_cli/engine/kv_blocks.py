@@ -1,7 +1,10 @@
 """Which KV blocks each sequence holds, group by group, and which prefixes are shared.
 
-A KV group is a set of layers with one block table; all its layers cache the same positions.
-No torch here: the tensors behind the block ids are `kv_cache`'s.
+A KV group is a set of layers with one block table. A group that sees everything holds blocks for
+all tokens of a running sequence from its admission on. A group that sees a window holds those
+between the oldest position that a query of a step in flight, or a later one, can see and the last
+position that is computed next. All groups draw on one pool. No torch here: the tensors behind the
+block ids are `kv_cache`'s.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from hashlib import blake2b
 import numpy as np
 
 from cbatch_cli.engine.block_allocator import BlockAllocator
-from cbatch_cli.engine.sequence import Sequence
+from cbatch_cli.engine.kv_groups import capacity_tokens, window_blocks
+from cbatch_cli.engine.sequence import Sequence, SequenceStatus
 
 
 class KVBlocks:
-    """Block tables of all sequences over one `BlockAllocator` a KV group.
+    """Block tables of all sequences over one `BlockAllocator`.
 
+    `windows` says of each KV group how many positions a token sees, itself included; None is all.
     `salt` separates prefixes whose content depends on more than token ids.
     """
 
@@ -26,68 +31,131 @@ class KVBlocks:
         *,
         num_blocks: int,
         block_size: int,
-        num_groups: int = 1,
+        windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         salt: bytes = b"",
     ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.prefix_caching = prefix_caching
-        self.allocators = [BlockAllocator(num_blocks) for _ in range(num_groups)]
+        self.allocator = BlockAllocator(num_blocks)
+        self.capacity_tokens = capacity_tokens(self.windows, num_blocks, block_size)
+        """Token positions that one sequence can reach when it is alone."""
+        self._window_groups = [
+            (group, window) for group, window in enumerate(self.windows) if window is not None
+        ]
         self._root = blake2b(salt, digest_size=16).digest()
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Token positions that one sequence can hold when it is alone."""
-        return min(a.num_blocks for a in self.allocators) * self.block_size
 
     @property
     def usage(self) -> float:
         """Share of the blocks in use, 0..1."""
-        return max(a.num_used / a.num_blocks for a in self.allocators)
+        return self.allocator.num_used / self.allocator.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """Blocks of one group that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, *, reserve: int) -> bool:
-        """Give a new sequence blocks for all its tokens, sharing cached ones, or change nothing.
+        """Give a new sequence blocks to begin with, sharing cached ones, or change nothing.
 
         Of the prompt at least one token stays to be computed, since its logits are needed.
-        `reserve` blocks must be left over for the growth of running sequences.
+        `reserve` blocks must be left over, and those that the windows of this sequence will fill.
         """
-        hits = self._cached_prefix(sequence)
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(hits[0])
-        for allocator, block_ids in zip(self.allocators, hits, strict=True):
-            num_revived = sum(map(allocator.is_free, block_ids))
-            if num_new + num_revived + reserve > allocator.num_free:
-                return False
-        for allocator, block_ids, table in zip(
-            self.allocators, hits, sequence.block_tables, strict=True
-        ):
+        allocator = self.allocator
+        num_hit = self._num_cached_blocks(sequence)
+        num_cached_tokens = num_hit * self.block_size
+        num_all = self.num_blocks_for(sequence.num_tokens)
+        num_needed = reserve
+        hits = []
+        for group, window in enumerate(self.windows):
+            first = self._num_passed(window, num_cached_tokens)
+            block_ids = [
+                self._cached(group, block_hash)
+                for block_hash in sequence.block_hashes[first:num_hit]
+            ]
+            hits.append((first, block_ids))
+            num_needed += sum(map(allocator.is_free, block_ids))
+            num_needed += min(num_all, first + self._span(window)) - num_hit
+        if num_needed > allocator.num_free:
+            return False
+        for table, (first, block_ids) in zip(sequence.block_tables, hits, strict=True):
             allocator.share(block_ids)
-            table[:] = block_ids + allocator.allocate(num_new)
-        sequence.num_computed_tokens = len(hits[0]) * self.block_size
-        sequence.num_registered_blocks = len(hits[0])
-        sequence.num_sent_blocks = 0
-        return True
+            table.start(first, block_ids)
+        sequence.num_computed_tokens = sequence.num_settled_tokens = num_cached_tokens
+        sequence.num_registered_blocks = num_hit
+        return self.grow(sequence)
+
+    def headroom(self, sequence: Sequence) -> int:
+        """Blocks to leave free for a running sequence: its windows filled, and one more a group."""
+        num_all = self.num_blocks_for(sequence.num_tokens)
+        num_missing = len(self.windows)
+        for group, window in self._window_groups:
+            table = sequence.block_tables[group]
+            num_missing += max(0, min(num_all, table.first + self._span(window)) - table.end)
+        return num_missing
 
     def grow(self, sequence: Sequence) -> bool:
-        """Add the blocks that a running sequence's tokens need, or change nothing."""
-        num_missing = self.num_blocks_for(sequence.num_tokens) - len(sequence.block_tables[0])
-        if num_missing <= 0:
-            return True
-        if any(num_missing > allocator.num_free for allocator in self.allocators):
+        """Add the blocks without which a sequence cannot compute one token, or change nothing."""
+        ends = self._needed_ends(sequence)
+        num_missing = 0
+        for end, table in zip(ends, sequence.block_tables, strict=True):
+            num_missing += max(0, end - table.end)
+        if num_missing > self.allocator.num_free:
             return False
-        for allocator, table in zip(self.allocators, sequence.block_tables, strict=True):
-            table += allocator.allocate(num_missing)
+        if num_missing:
+            for end, table in zip(ends, sequence.block_tables, strict=True):
+                table.block_ids += self.allocator.allocate(max(0, end - table.end))
         return True
+
+    def grow_windows(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add blocks of window groups for the next `num_tokens` tokens, as far as some are free."""
+        if not self._window_groups:
+            return
+        # Window groups end alike: each holds blocks up to the last position computed.
+        end = sequence.block_tables[self._window_groups[0][0]].end
+        num_missing = self.num_blocks_for(sequence.num_computed_tokens + num_tokens) - end
+        num_new = min(num_missing, self.allocator.num_free // len(self._window_groups))
+        if num_new > 0:
+            for group, _ in self._window_groups:
+                sequence.block_tables[group].block_ids += self.allocator.allocate(num_new)
+
+    def num_computable_tokens(self, sequence: Sequence) -> int:
+        """Tokens for which the sequence holds blocks and which are not computed yet."""
+        end = min(table.end for table in sequence.block_tables)
+        num_held = min(sequence.num_tokens, end * self.block_size)
+        return num_held - sequence.num_computed_tokens
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence holds the blocks that `grow` adds."""
+        return all(
+            end <= table.end
+            for end, table in zip(self._needed_ends(sequence), sequence.block_tables, strict=True)
+        )
 
     def release(self, sequence: Sequence) -> None:
         """Give up all blocks of a sequence."""
-        for allocator, table in zip(self.allocators, sequence.block_tables, strict=True):
-            allocator.free(table)
-            table.clear()
+        for table in sequence.block_tables:
+            self.allocator.free(table.clear())
         sequence.num_registered_blocks = 0
+
+    def release_passed(self, sequence: Sequence) -> None:
+        """Give up the blocks that neither a step in flight nor a later one can see."""
+        for group, window in self._window_groups:
+            table = sequence.block_tables[group]
+            first = self._num_passed(window, sequence.num_settled_tokens)
+            if first > table.first:
+                self.allocator.free(table.drop_before(first))
+
+    def num_returning(self, sequence: Sequence) -> int:
+        """Blocks that `release_passed` will give up once the steps in flight have ended."""
+        return sum(
+            max(
+                0,
+                self._num_passed(window, sequence.num_computed_tokens)
+                - sequence.block_tables[group].first,
+            )
+            for group, window in self._window_groups
+        )
 
     def register_computed(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full once the step being scheduled has run.
@@ -101,36 +169,84 @@ class KVBlocks:
         if num_full <= sequence.num_registered_blocks:
             return
         self._extend_hashes(sequence, num_full)
-        for index in range(sequence.num_registered_blocks, num_full):
-            for allocator, table in zip(self.allocators, sequence.block_tables, strict=True):
-                allocator.register(table[index], sequence.block_hashes[index])
+        for group, table in enumerate(sequence.block_tables):
+            # A short window may have passed a block before all its ids were known.
+            for index in range(max(sequence.num_registered_blocks, table.first), num_full):
+                self.allocator.register(
+                    table.block_ids[index - table.first],
+                    _group_hash(group, sequence.block_hashes[index]),
+                )
         sequence.num_registered_blocks = num_full
 
     def forget_all(self) -> None:
         """Share nothing that was computed before now."""
-        for allocator in self.allocators:
-            allocator.forget_all()
+        self.allocator.forget_all()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise `AssertionError` unless every group's books balance with these sequences."""
-        sequences = list(sequences)
-        for group, allocator in enumerate(self.allocators):
-            allocator.check_integrity(s.block_tables[group] for s in sequences)
+        """Raise `AssertionError` unless the books balance with these sequences' tables.
 
-    def _cached_prefix(self, sequence: Sequence) -> list[list[int]]:
-        """Blocks, group by group, that hold the longest cached prefix."""
-        hits: list[list[int]] = [[] for _ in self.allocators]
+        Of a running sequence each window group must hold what can still be seen, and no more.
+        """
+        sequences = list(sequences)
+        tables = [table for sequence in sequences for table in sequence.block_tables]
+        self.allocator.check_integrity(table.block_ids for table in tables)
+        for sequence in sequences:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            for window, table in zip(self.windows, sequence.block_tables, strict=True):
+                first = self._num_passed(window, sequence.num_settled_tokens)
+                assert table.first == first, f"window {window}: {table.first} != {first}"
+                assert table.end >= self.num_blocks_for(sequence.num_computed_tokens)
+
+    def _needed_ends(self, sequence: Sequence) -> list[int]:
+        """Per group the index after the last block without which no token can be computed."""
+        num_next = min(sequence.num_computed_tokens + 1, sequence.num_tokens)
+        full_end = self.num_blocks_for(sequence.num_tokens)
+        window_end = self.num_blocks_for(num_next)
+        return [full_end if window is None else window_end for window in self.windows]
+
+    def _num_passed(self, window: int | None, position: int) -> int:
+        """Blocks at the front that a query at `position`, and so any after it, does not see."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def _span(self, window: int | None) -> int:
+        return window_blocks(window, self.block_size)
+
+    def _num_cached_blocks(self, sequence: Sequence) -> int:
+        """Length in blocks of the longest prefix of which every group holds what it sees."""
         if not self.prefix_caching:
-            return hits
+            return 0
         num_usable = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_hashes(sequence, num_usable)
-        for block_hash in sequence.block_hashes[:num_usable]:
-            block_ids = [allocator.lookup(block_hash) for allocator in self.allocators]
-            if any(block_id is None for block_id in block_ids):
+        hashes = sequence.block_hashes
+        end = num_usable
+        for group, window in enumerate(self.windows):
+            if window is None:
+                misses = (i for i in range(end) if not self._is_cached(group, hashes[i]))
+                end = next(misses, end)
+        # Backwards from the longest candidate. A block that is missing where it is seen rules out
+        # every prefix that goes beyond it, since a shorter one's window reaches further back.
+        index = end - 1
+        while index >= 0:
+            seen = [
+                group
+                for group, window in self._window_groups
+                if index >= self._num_passed(window, end * self.block_size)
+            ]
+            if not seen:
                 break
-            for hit, block_id in zip(hits, block_ids, strict=True):
-                hit.append(block_id)  # type: ignore[arg-type]
-        return hits
+            if not all(self._is_cached(group, hashes[index]) for group in seen):
+                end = index
+            index -= 1
+        return end
+
+    def _is_cached(self, group: int, block_hash: bytes) -> bool:
+        return self.allocator.lookup(_group_hash(group, block_hash)) is not None
+
+    def _cached(self, group: int, block_hash: bytes) -> int:
+        block_id = self.allocator.lookup(_group_hash(group, block_hash))
+        assert block_id is not None
+        return block_id
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Chain the hashes of full blocks: equal hashes mean equal tokens from the start on."""
@@ -141,3 +257,8 @@ class KVBlocks:
             parent = hashes[-1] if hashes else self._root
             content = np.asarray(token_ids, dtype=np.int64).tobytes()
             hashes.append(blake2b(content, key=parent, digest_size=16).digest())
+
+
+def _group_hash(group: int, block_hash: bytes) -> bytes:
+    """What a block of a group is remembered by: groups cache different layers."""
+    return block_hash + group.to_bytes(2)

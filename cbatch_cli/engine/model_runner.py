@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -45,7 +46,7 @@ class Model(Protocol):
 class TorchModelRunner:
     """Keeps block tables and sampling parameters by slot in preallocated buffers.
 
-    One KV group: every layer shares the block table.
+    A block that a KV group has given up stays in its table: a layer reads its window and no more.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TorchModelRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         num_slots: int,
+        num_kv_groups: int,
         max_blocks_per_sequence: int,
         block_size: int,
     ) -> None:
@@ -62,8 +64,9 @@ class TorchModelRunner:
         self._backend = backend
         self._sampler = sampler
         self._block_size = block_size
-        self._block_tables = np.zeros((num_slots, max_blocks_per_sequence), dtype=np.int32)
-        self._num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self._block_tables = np.zeros(
+            (num_kv_groups, num_slots, max_blocks_per_sequence), dtype=np.int32
+        )
         self._last_token_ids = np.zeros(num_slots, dtype=np.int64)
 
     def execute(self, step: SchedulerOutput, stats: EngineStats) -> StepOutput:
@@ -93,7 +96,6 @@ class TorchModelRunner:
         for scheduled in step.scheduled:
             slot = scheduled.slot
             if scheduled.joined is not None:
-                self._num_blocks[slot] = 0
                 self._sampler.join(
                     slot,
                     scheduled.joined.params,
@@ -101,12 +103,9 @@ class TorchModelRunner:
                     sample=scheduled.key.sample,
                     num_prompt_tokens=scheduled.joined.num_prompt_tokens,
                 )
-            new_block_ids = scheduled.new_block_ids[0]
-            if new_block_ids:
-                start = self._num_blocks[slot]
-                end = start + len(new_block_ids)
-                self._block_tables[slot, start:end] = new_block_ids
-                self._num_blocks[slot] = end
+            for table, new in zip(self._block_tables, scheduled.new_blocks, strict=True):
+                if new.block_ids:
+                    table[slot, new.first : new.first + len(new.block_ids)] = new.block_ids
 
     def _pack(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Tensors of the packed tokens; hands the layout to the attention backend."""
@@ -122,23 +121,30 @@ class TorchModelRunner:
         owner = np.repeat(np.arange(num_seqs), query_lens)
         positions = np.arange(len(owner)) - (query_start_loc[:-1] - starts)[owner]
         block_index, offset = np.divmod(positions, self._block_size)
-        slot_mapping = self._block_tables[slots[owner], block_index].astype(np.int64)
+        slot_mapping = self._block_tables[:, slots[owner], block_index].astype(np.int64)
         slot_mapping = slot_mapping * self._block_size + offset
 
         max_seq_len = int(seq_lens.max())
         max_blocks = -(-max_seq_len // self._block_size)
-        metadata = AttentionMetadata(
+        # One copy to the device for all groups.
+        block_tables = self._to_device(self._block_tables[:, slots, :max_blocks])
+        slots_by_group = self._to_device(slot_mapping)
+        first_group = AttentionMetadata(
             query_start_loc=self._to_device(query_start_loc),
             seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            block_tables=self._to_device(self._block_tables[slots, :max_blocks]),
-            slot_mapping=self._to_device(slot_mapping),
+            block_tables=block_tables[0],
+            slot_mapping=slots_by_group[0],
             num_decodes=int(np.count_nonzero(query_lens == 1)),
             max_query_len=int(query_lens.max()),
             max_seq_len=max_seq_len,
             query_lens_cpu=tuple(query_lens.tolist()),
             seq_lens_cpu=tuple(seq_lens.tolist()),
         )
-        self._backend.begin_step([metadata])
+        others = [
+            dataclasses.replace(first_group, block_tables=tables, slot_mapping=group_slots)
+            for tables, group_slots in zip(block_tables[1:], slots_by_group[1:], strict=True)
+        ]
+        self._backend.begin_step([first_group, *others])
         samples = np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs)
         sample_indices = query_start_loc[1:][samples].astype(np.int64) - 1
         return (
@@ -188,6 +194,8 @@ class TorchModelRunner:
         return StepOutput(step_id=step.step_id, token_ids=token_ids, failed=failed)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        # Indexing along the second axis of an array leaves the first one innermost.
+        array = np.ascontiguousarray(array)
         return torch.from_numpy(array).to(self._model.device, non_blocking=True)
 
 

@@ -61,8 +61,8 @@ class Scheduler:
         """Ended or preempted sequences by the step after which their blocks can go back."""
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         self._last_step_id = -1
-        self._in_flight: dict[int, list[tuple[Sequence, bool]]] = {}
-        """By step: who takes part, and whether they sample."""
+        self._in_flight: dict[int, list[tuple[Sequence, ScheduledSequence]]] = {}
+        """By step: who takes part, and with what."""
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
 
@@ -102,8 +102,7 @@ class Scheduler:
             for sequence, num_tokens in chunks
         )
         self._in_flight[self._last_step_id] = [
-            (sequence, entry.samples)
-            for (sequence, _), entry in zip(chunks, scheduled, strict=True)
+            (sequence, entry) for (sequence, _), entry in zip(chunks, scheduled, strict=True)
         ]
         return SchedulerOutput(
             step_id=self._last_step_id,
@@ -119,15 +118,18 @@ class Scheduler:
         Steps come back in the order in which they were scheduled.
         """
         ended = []
-        for sequence, samples in self._in_flight.pop(step.step_id):
+        for sequence, scheduled in self._in_flight.pop(step.step_id):
             sequence.num_in_flight_steps -= 1
             if sequence.is_finished:
                 continue
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_settled_tokens = scheduled.start + scheduled.num_tokens
+                self.blocks.release_passed(sequence)
             if sequence.key in step.failed:
                 sequence.error = RowError(RowErrorType.ENGINE_ERROR, step.failed[sequence.key])
                 self._end(sequence, FinishReason.ERROR)
                 ended.append(sequence)
-            elif samples:
+            elif scheduled.samples:
                 sequence.num_pending_tokens -= 1
                 if self._append(sequence, step.token_ids[sequence.key]):
                     ended.append(sequence)
@@ -161,9 +163,9 @@ class Scheduler:
 
         Nothing that it may have written is shared, and nothing that was shared before it either.
         """
-        for sequence, samples in self._in_flight.pop(step.step_id):
+        for sequence, scheduled in self._in_flight.pop(step.step_id):
             sequence.num_in_flight_steps -= 1
-            sequence.num_pending_tokens -= samples
+            sequence.num_pending_tokens -= scheduled.samples
         self.blocks.forget_all()
         for sequence in self.running[::-1]:
             self._preempt(sequence)
@@ -197,8 +199,10 @@ class Scheduler:
         preempted: list[Sequence] = []
         for sequence in list(self.running):
             while sequence.status is SequenceStatus.RUNNING and not self.blocks.grow(sequence):
-                if self._retiring:
-                    break  # blocks are on their way back: sit this step out
+                if self._retiring or any(map(self.blocks.num_returning, self.running)):
+                    # Blocks are on their way back: sit this step out, and let nobody younger
+                    # take them.
+                    return preempted
                 victim = self.running[-1]
                 self._preempt(victim)
                 preempted.append(victim)
@@ -213,12 +217,16 @@ class Scheduler:
             input_open=self.input_open,
         )
         limit = min(limit, self.max_num_batched_tokens - len(self.running))
+        reserve: int | None = None
         while self.waiting and self._free_slots and len(joined) < limit:
             sequence = self.waiting[0]
             if sequence.num_in_flight_steps:
                 break  # preempted with a step in flight: its last id and old blocks come back first
-            if not self.blocks.admit(sequence, reserve=len(self.running)):
+            if reserve is None:
+                reserve = sum(map(self.blocks.headroom, self.running))
+            if not self.blocks.admit(sequence, reserve=reserve):
                 break
+            reserve += self.blocks.headroom(sequence)
             self.waiting.popleft()
             if sequence.status is SequenceStatus.PREEMPTED:
                 self.num_recomputed_tokens -= sequence.num_computed_tokens
@@ -234,20 +242,21 @@ class Scheduler:
 
     def _hand_out_budget(self) -> list[tuple[Sequence, int]]:
         """One token for everybody, the rest to those behind in order of arrival."""
-        ready = [s for s in self.running if self._can_compute(s)]
+        has_room = [s for s in self.running if self.blocks.has_room(s)]
+        is_short = len(has_room) < len(self.running)
+        # Who has all its tokens is certain to end once the steps in flight have.
+        ready = [s for s in has_room if not self._reached_length(s, s.num_tokens)]
         spare = self.max_num_batched_tokens - len(ready)
         chunks = []
         for sequence in ready:
             extra = min(sequence.num_uncomputed_tokens - 1, spare)
+            if extra:
+                if not is_short:
+                    self.blocks.grow_windows(sequence, 1 + extra)
+                extra = min(extra, self.blocks.num_computable_tokens(sequence) - 1)
             spare -= extra
             chunks.append((sequence, 1 + extra))
         return chunks
-
-    def _can_compute(self, sequence: Sequence) -> bool:
-        """Whether the sequence has blocks for its tokens and is not certain to end anyway."""
-        if self._reached_length(sequence, sequence.num_tokens):
-            return False
-        return self.blocks.num_blocks_for(sequence.num_tokens) <= len(sequence.block_tables[0])
 
     def _commit(self, sequence: Sequence, num_tokens: int, *, joined: bool) -> ScheduledSequence:
         start = sequence.num_computed_tokens
@@ -255,15 +264,13 @@ class Scheduler:
         sequence.num_computed_tokens += num_tokens
         sequence.num_in_flight_steps += 1
         self.blocks.register_computed(sequence)
-        sent = sequence.num_sent_blocks
-        sequence.num_sent_blocks = len(sequence.block_tables[0])
         scheduled = ScheduledSequence(
             key=sequence.key,
             slot=sequence.slot,  # type: ignore[arg-type]
             start=start,
             num_tokens=num_tokens,
             token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-            new_block_ids=tuple(tuple(table[sent:]) for table in sequence.block_tables),
+            new_blocks=tuple(table.take_unsent() for table in sequence.block_tables),
             samples=samples,
             joined=JoinedSequence(
                 params=sequence.params, num_prompt_tokens=sequence.num_prompt_tokens
@@ -302,7 +309,7 @@ class Scheduler:
         self._leave_running(sequence)
         self.num_preemptions += 1
         self.num_recomputed_tokens += sequence.num_computed_tokens
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_settled_tokens = 0
         sequence.status = SequenceStatus.PREEMPTED
         self.waiting.appendleft(sequence)
 

@@ -7,6 +7,7 @@ from array import array
 from datetime import UTC, datetime, timedelta
 from enum import Enum, auto
 
+from cbatch_cli.engine.block_table import BlockTable
 from cbatch_cli.errors import RowError
 from cbatch_cli.metrics import RequestMetrics, percentile
 from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput, SamplingParams
@@ -22,7 +23,7 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """Token ids, two counters and a block table.
+    """Token ids, two counters and a block table for each KV group.
 
     A sequence needs work while `num_computed_tokens` is behind `num_tokens`: one behind is a
     decode, many behind is a prefill. `num_pending_tokens` counts ids that a step in flight will
@@ -46,7 +47,7 @@ class Sequence:
         "num_pending_tokens",
         "num_preemptions",
         "num_registered_blocks",
-        "num_sent_blocks",
+        "num_settled_tokens",
         "request",
         "slot",
         "submitted_at",
@@ -59,11 +60,11 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_in_flight_steps = 0
-        self.block_tables: list[list[int]] = [[] for _ in range(num_kv_groups)]
+        self.num_settled_tokens = 0
+        """Tokens computed in steps that have ended: no step in flight begins before these."""
+        self.block_tables = [BlockTable() for _ in range(num_kv_groups)]
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
-        self.num_sent_blocks = 0
-        """Blocks of the table that the runner has been told of."""
         self.slot: int | None = None
         """Row of the runner's per-sequence buffers; kept from admission to preemption or end."""
         self.num_cached_tokens = 0

@@ -17,6 +17,15 @@ class JoinedSequence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NewBlocks:
+    """Blocks that a sequence was given in one KV group."""
+
+    first: int
+    """Index of the first of them in the sequence's block table."""
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledSequence:
     """The tokens that one sequence computes in one step."""
 
@@ -28,8 +37,8 @@ class ScheduledSequence:
     num_tokens: int
     token_ids: tuple[int, ...]
     """Ids from `start` on; one short where the last is still being sampled by a step in flight."""
-    new_block_ids: tuple[tuple[int, ...], ...]
-    """Per KV group the blocks added since the last step; all of them when the sequence joins."""
+    new_blocks: tuple[NewBlocks, ...]
+    """Per KV group those added since the last step; all that it holds when the sequence joins."""
     samples: bool
     """Whether the tokens catch up, so that the next one is sampled."""
     joined: JoinedSequence | None = None

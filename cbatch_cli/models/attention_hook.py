@@ -7,7 +7,7 @@ the module, and builds no masks; `RECORDER` computes nothing and notes what each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -69,10 +69,10 @@ class Recording:
         for module in model.modules():
             delattr(module, _RECORDING)
 
-    def bind(self, backend: AttentionBackend) -> None:
-        """Have the recorded layers attend through `backend`."""
-        for module, spec in zip(self.modules, self.specs, strict=True):
-            setattr(module, _BINDING, _Binding(backend, spec))
+    def bind(self, backend: AttentionBackend, layers: Sequence[LayerSpec]) -> None:
+        """Have the recorded layers attend through `backend`, as which it is told `layers`."""
+        for module, layer in zip(self.modules, layers, strict=True):
+            setattr(module, _BINDING, _Binding(backend, layer))
 
     def unbind(self) -> None:
         """Let go of the backend, if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +71,12 @@ class HFModel:
         """The modules of `layer_specs`."""
         return tuple(self._recording.modules)
 
-    def bind(self, backend: AttentionBackend) -> None:
-        """Have the attention layers run on `backend` from now on."""
-        self._recording.bind(backend)
+    def bind(self, backend: AttentionBackend, layers: Sequence[LayerSpec] | None = None) -> None:
+        """Have the attention layers run on `backend` from now on.
+
+        `layers` are `layer_specs` with their KV groups; if not given, all are in one group.
+        """
+        self._recording.bind(backend, self.layer_specs if layers is None else layers)
 
     def unbind(self) -> None:
         """Let go of the backend, and so of its KV cache, if nobody else holds them."""

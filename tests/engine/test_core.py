@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def make_core(**settings: object) -> EngineCore:
     scheduler = make_scheduler(**settings)  # type: ignore[arg-type]
     blocks = scheduler.blocks
-    runner = FakeRunner(num_blocks=blocks.allocators[0].num_blocks, block_size=blocks.block_size)
+    runner = FakeRunner(num_blocks=blocks.allocator.num_blocks, block_size=blocks.block_size)
     return EngineCore(scheduler=scheduler, runner=runner)
 
 

@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch_cli.engine.admission import StaticAdmission
+from cbatch_cli.engine.kv_groups import sequence_blocks
 from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.sequence import Sequence
-from cbatch_cli.engine.step import SchedulerOutput, StepOutput
+from cbatch_cli.engine.step import SchedulerOutput
 from cbatch_cli.request import FinishReason, Request, RequestKey
 from tests.fakes import FakeRunner, expected_output, make_request, make_scheduler
 
 EOS = frozenset({5})
+WINDOWS = ((None,), (None, 5), (3,), (None, 4, 4), (1, None), (None, 2, 9), (17, None))
 steps_run = 0
 
 
@@ -62,25 +64,30 @@ def drive(
     arrivals_per_step: int,
     lag: int,
 ) -> dict[int, Sequence]:
-    """Run to the end, results coming back `lag` steps late, and check the books at every step."""
+    """Run to the end and check the books at every step.
+
+    A step runs and its results come back `lag` schedules late: so much later does it read.
+    """
     global steps_run
     ended: dict[int, Sequence] = {}
     pending = deque(requests)
-    in_flight: deque[StepOutput] = deque()
+    in_flight: deque[SchedulerOutput] = deque()
+    runner.watch(scheduler.blocks.allocator)
     idle = 0
     while pending or scheduler.has_unfinished or in_flight:
         for _ in range(arrivals_per_step):
             if pending:
-                scheduler.add(Sequence(pending.popleft()))
+                sequence = Sequence(pending.popleft(), num_kv_groups=len(scheduler.blocks.windows))
+                scheduler.add(sequence)
         scheduler.input_open = bool(pending)
         step = scheduler.schedule()
         if step is not None:
             steps_run += 1
             check_step(scheduler, step, {r.key: r for r in requests})
-            in_flight.append(runner.execute(step))
+            in_flight.append(step)
         scheduler.check_integrity()
         if in_flight and (step is None or len(in_flight) > lag):
-            for sequence in scheduler.update(in_flight.popleft()):
+            for sequence in scheduler.update(runner.execute(in_flight.popleft())):
                 assert sequence.key.row not in ended, "a sequence ended twice"
                 ended[sequence.key.row] = sequence
             scheduler.check_integrity()
@@ -103,6 +110,7 @@ def drive(
     static=st.booleans(),
     arrivals_per_step=st.integers(1, 14),
     lag=st.integers(0, 2),
+    windows=st.sampled_from(WINDOWS),
 )
 def test_any_schedule_gives_the_answers_of_running_alone(
     requests: list[Request],
@@ -114,9 +122,10 @@ def test_any_schedule_gives_the_answers_of_running_alone(
     static: bool,
     arrivals_per_step: int,
     lag: int,
+    windows: tuple[int | None, ...],
 ) -> None:
     longest = max(len(r.prompt_token_ids) for r in requests) + 2
-    num_blocks = -(-longest // block_size) + spare_blocks
+    num_blocks = sequence_blocks(windows, longest, block_size) + spare_blocks
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -125,14 +134,18 @@ def test_any_schedule_gives_the_answers_of_running_alone(
         prefix_caching=prefix_caching,
         eos_token_ids=EOS,
         policy=StaticAdmission(min(max_num_seqs, budget)) if static else None,
+        windows=windows,
     )
-    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
+    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, windows=windows)
     ended = drive(scheduler, runner, requests, arrivals_per_step=arrivals_per_step, lag=lag)
     assert sorted(ended) == [r.key.row for r in requests]
     for request in requests:
         sequence = ended[request.key.row]
         assert sequence.output_token_ids == expected_output(
-            request, eos_token_ids=EOS, max_sequence_tokens=scheduler.max_sequence_tokens
+            request,
+            eos_token_ids=EOS,
+            max_sequence_tokens=scheduler.max_sequence_tokens,
+            windows=windows,
         )
         stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else EOS)
         is_stop = sequence.output_token_ids[-1] in stops
@@ -144,7 +157,7 @@ def test_enough_steps_were_driven() -> None:
 
 
 def run_all(scheduler: Scheduler, requests: list[Request]) -> list[SchedulerOutput]:
-    num_blocks = scheduler.blocks.allocators[0].num_blocks
+    num_blocks = scheduler.blocks.allocator.num_blocks
     runner = FakeRunner(num_blocks=num_blocks, block_size=scheduler.blocks.block_size)
     drive(scheduler, runner, requests, arrivals_per_step=len(requests), lag=0)
     return runner.steps
