@@ -74,7 +74,10 @@ def drive(
     in_flight: deque[SchedulerOutput] = deque()
     runner.watch(scheduler.blocks.allocator)
     idle = 0
+    num_rounds = 0
     while pending or scheduler.has_unfinished or in_flight:
+        num_rounds += 1
+        assert num_rounds < 20_000, "sequences preempt each other for ever"
         for _ in range(arrivals_per_step):
             if pending:
                 sequence = Sequence(pending.popleft(), num_kv_groups=len(scheduler.blocks.windows))
