@@ -60,7 +60,10 @@ class EngineConfig:
     block_size: int | None = None
     """Token positions in one KV block."""
     num_kv_blocks: int | None = None
-    """Exact size of the KV pool in blocks; set by tests, else derived from memory."""
+    """Exact size of the KV pool in blocks; set by tests, else derived from memory.
+
+    A block holds positions of one KV group: a model with sliding windows has several.
+    """
     kv_cache_memory: ByteCount | None = None
     """Size of the KV pool in bytes."""
     gpu_memory_utilization: float = 0.92

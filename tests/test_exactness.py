@@ -101,7 +101,8 @@ class Case:
         """A tight pool holds the longest of `rows` and little more."""
         longest = max(len(row.prompt) + len(row.token_ids) for row in rows)
         windows = group_layers(model.layer_specs).windows
-        num_blocks = max(3, sequence_blocks(windows, longest, self.block_size))
+        num_blocks = sequence_blocks(windows, longest, self.block_size)
+        num_blocks = max(3 * len(windows), num_blocks)
         return EngineConfig(
             block_size=self.block_size,
             max_num_batched_tokens=self.budget,

@@ -74,7 +74,10 @@ def drive(
     in_flight: deque[SchedulerOutput] = deque()
     runner.watch(scheduler.blocks.allocator)
     idle = 0
+    num_rounds = 0
     while pending or scheduler.has_unfinished or in_flight:
+        num_rounds += 1
+        assert num_rounds < 20_000, "sequences preempt each other for ever"
         for _ in range(arrivals_per_step):
             if pending:
                 sequence = Sequence(pending.popleft(), num_kv_groups=len(scheduler.blocks.windows))
@@ -267,3 +270,16 @@ def test_blocks_stay_while_a_step_in_flight_may_write_to_them() -> None:
     assert not scheduler.has_unfinished and scheduler.blocks.usage > 0.0
     assert scheduler.update(runner.execute(second)) == [], "the surplus id is dropped"
     assert scheduler.blocks.usage == 0.0
+
+
+def test_nobody_is_preempted_for_blocks_that_steps_in_flight_will_give_back() -> None:
+    windows = (3, None)
+    num_blocks = sequence_blocks(windows, 20, 1)
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, block_size=1, max_num_batched_tokens=5, windows=windows
+    )
+    runner = FakeRunner(num_blocks=num_blocks, block_size=1, windows=windows)
+    request = make_request(0, range(18), max_tokens=9, ignore_eos=True)
+    ended = drive(scheduler, runner, [request], arrivals_per_step=1, lag=2)
+    assert scheduler.num_preemptions == 0
+    assert len(ended[0].token_ids) == scheduler.max_sequence_tokens == 20
