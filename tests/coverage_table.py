@@ -47,8 +47,9 @@ when they are loaded, and {counts["no decoder"]} are not decoders of text.
 
 "Works" means that a tiny random model of the type, run in packed, mixed, chunked steps, gives the \
 logits of its own
-attention code on whole rows to 1e-5, with rows longer than its window. A model is checked again \
-each time it is loaded.
+attention code on whole rows to 1e-5, with rows longer than its window: in plain PyTorch, with the \
+compiled CPU kernels,
+and with the layers fused that can be. A model is checked again each time it is loaded.
 The type is `model_type` in a model's `config.json`.
 
 `RECORD_COVERAGE=1 python -m pytest tests/models/test_coverage.py` writes this page.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.metadata import AttentionMetadata
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.models.hf_model import HFModel
+
+BackendMaker = Callable[..., AttentionBackend]
+"""Takes the layers, their caches and the block size."""
 
 
 @dataclasses.dataclass
@@ -24,7 +29,7 @@ class PagedRow:
 
 def run_step(
     model: HFModel,
-    backend: TorchAttentionBackend,
+    backend: AttentionBackend,
     work: list[tuple[PagedRow, int]],
     block_size: int,
 ) -> None:
@@ -59,7 +64,12 @@ def run_step(
 
 
 def packed_logits(
-    model: HFModel, rows: list[Tensor], steps: list[tuple[int, ...]], *, block_size: int
+    model: HFModel,
+    rows: list[Tensor],
+    steps: list[tuple[int, ...]],
+    *,
+    block_size: int,
+    make_backend: BackendMaker = TorchAttentionBackend,
 ) -> list[Tensor]:
     """Logits `[T, vocab]` of every row, `steps` saying how many new tokens of each a step takes.
 
@@ -80,7 +90,7 @@ def packed_logits(
                 torch.full((*shape, spec.value_head_dim), torch.nan, dtype=model.dtype),
             )
         )
-    backend = TorchAttentionBackend(model.layer_specs, caches, block_size)
+    backend = make_backend(model.layer_specs, caches, block_size)
     model.bind(backend)
     for step in steps:
         work = [(row, new) for row, new in zip(paged, step, strict=True) if new]

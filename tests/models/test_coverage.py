@@ -1,7 +1,8 @@
 """Every causal language model type of transformers: it works, or it is refused when it is loaded.
 
 A tiny random model of each type runs packed, mixed, chunked steps, whose logits have to equal
-those of its own attention on whole rows. What came out is recorded in `recipes/models.md`:
+those of its own attention on whole rows: in plain PyTorch, with the compiled attention, and with
+its layers fused. What came out is recorded in `recipes/models.md`:
 `RECORD_COVERAGE=1 python -m pytest tests/models/test_coverage.py` writes that file.
 """
 
@@ -20,9 +21,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
 from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.errors import ModelError
 from cbatch_cli.models import attention_hook
+from cbatch_cli.models.fusion import fuse_layers
 from cbatch_cli.models.hf_model import HFModel
 from tests.coverage_table import TABLE_PATH, Outcome, coverage_table, recorded_version
 from tests.model_zoo import (
@@ -33,7 +37,7 @@ from tests.model_zoo import (
     require_decoder_type,
     tiny_config,
 )
-from tests.packed_steps import packed_logits
+from tests.packed_steps import BackendMaker, packed_logits
 from tests.tiny_models import model_of
 
 TOLERANCE = 1e-5
@@ -68,10 +72,21 @@ def logits_of_rows(model: HFModel) -> tuple[list[Tensor], list[Tensor]]:
     return rows, [model.eager_logits(row, torch.arange(len(row))) for row in rows]
 
 
-def difference(model: HFModel, rows: list[Tensor], expected: list[Tensor]) -> float:
+def difference(
+    model: HFModel,
+    rows: list[Tensor],
+    expected: list[Tensor],
+    make_backend: BackendMaker = TorchAttentionBackend,
+) -> float:
     """The largest difference of packed logits from `expected`, NaN if one is not a number."""
     first = STEPS[0][0] - (LONGEST - len(rows[0]))
-    packed = packed_logits(model, rows, [(first, *STEPS[0][1:]), *STEPS[1:]], block_size=4)
+    packed = packed_logits(
+        model,
+        rows,
+        [(first, *STEPS[0][1:]), *STEPS[1:]],
+        block_size=4,
+        make_backend=make_backend,
+    )
     errors = [
         (ours - theirs).abs().max() / theirs.abs().max()
         for ours, theirs in zip(packed, expected, strict=True)
@@ -116,6 +131,9 @@ class Measured(Outcome):
     """What came out, with the difference of packed logits without and with a planted fault."""
 
     error: float = 0.0
+    error_of_cpu_kernels: float = 0.0
+    error_fused: float = 0.0
+    """With the layers fused that can be, also by our compiled kernels."""
     error_narrowed: float = 0.0
     error_repositioned: float = 0.0
 
@@ -147,10 +165,14 @@ def measure(model_type: str) -> Measured:
         error_narrowed = difference(model, rows, expected)
     with positions_of_the_pack(model):
         error_repositioned = difference(model, rows, expected)
+    error_of_cpu_kernels = difference(model, rows, expected, CPUAttentionBackend)
+    fuse_layers(model, mode="deterministic")
     return Measured(
         kind="works",
         needs_is_decoder=is_refused_as_encoder(tiny_config(model_type, as_decoder=False)),
         error=error,
+        error_of_cpu_kernels=error_of_cpu_kernels,
+        error_fused=difference(model, rows, expected, CPUAttentionBackend),
         error_narrowed=error_narrowed,
         error_repositioned=error_repositioned,
     )
@@ -161,6 +183,8 @@ def test_a_type_works_or_is_refused(model_type: str) -> None:
     outcome = measure(model_type)
     if outcome.kind == "works":
         assert outcome.error <= TOLERANCE
+        assert outcome.error_of_cpu_kernels <= TOLERANCE
+        assert outcome.error_fused <= TOLERANCE
         # Else the comparison would not see how far a token sees, or where it stands.
         assert outcome.error_narrowed > VISIBLE
         assert outcome.error_repositioned > VISIBLE
