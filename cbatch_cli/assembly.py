@@ -1,4 +1,4 @@
-"""Puts an engine together: model, KV cache, attention, sampler, scheduler."""
+"""From the name of a model to an engine that is ready to run, and how it samples."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.config import EngineConfig
-from cbatch_cli.engine.admission import ContinuousAdmission, StaticAdmission
 from cbatch_cli.engine.client import EngineClient
-from cbatch_cli.engine.core import EngineCore
-from cbatch_cli.engine.kv_blocks import KVBlocks
-from cbatch_cli.engine.memory import available_memory
-from cbatch_cli.engine.scheduler import Scheduler
+from cbatch_cli.engine_setup import Log, build_core, print_nothing
 from cbatch_cli.errors import UsageError
-from cbatch_cli.request import SamplingParams
+from cbatch_cli.request import SamplingParams, check_stop_token_ids
 
 if TYPE_CHECKING:
-    import torch
     from cbatch_kernels.cpu_library import CPUKernels
     from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
-    from cbatch_cli.engine.kv_groups import KVGroups
     from cbatch_cli.models.fusion import FusionReport
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
     from cbatch_cli.models.padded_generate import PaddedGenerator
 
+__all__ = [
+    "DEFAULT_LOADER",
+    "EngineLoader",
+    "LoadedEngine",
+    "LoadedModel",
+    "Log",
+    "build_core",
+    "identify_model",
+    "load_engine",
+    "load_for_engines",
+    "print_nothing",
+    "resolve_sampling",
+]
+
 DEFAULT_MAX_TOKENS = 256
-CPU_MEMORY_SHARE = 0.25
-"""Of what is available once the model is loaded, the KV pool's share on a CPU."""
-
-Log = Callable[[str], None]
-"""Takes single lines for people."""
-
-
-def print_nothing(line: str) -> None:
-    """A `Log` for callers that want no lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +53,6 @@ class LoadedEngine:
     description: Mapping[str, Any]
     """The model's name and commit and the engine's settings as they were resolved."""
     load_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLimits:
-    """The engine's sizes, those filled in that the configuration leaves open."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    max_model_len: int
-    num_blocks: int
 
 
 def identify_model(name: str) -> str:
@@ -215,85 +203,6 @@ def _fuse(
     return report
 
 
-def build_core(
-    model: HFModel, config: EngineConfig, log: Log = print_nothing
-) -> tuple[EngineCore, EngineLimits]:
-    """An engine over a loaded model, which it takes over: the last one built is the one that runs.
-
-    Raises `UsageError` for settings that do not fit the model or the memory.
-    """
-    from cbatch_cli.attention.backend import build_attention_backend
-    from cbatch_cli.engine.kv_cache import KVCache
-    from cbatch_cli.engine.kv_groups import group_layers
-    from cbatch_cli.engine.model_runner import TorchModelRunner
-    from cbatch_cli.engine.sampler import Sampler
-
-    model.unbind()  # the KV cache of an engine built before it would take the new one's memory
-    groups = group_layers(model.layer_specs)
-    limits = _resolve_limits(config, model, groups, log=log)
-    cache = KVCache(
-        groups,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    backend = build_attention_backend(
-        model.attention_backend,
-        groups.layers,
-        cache.layers,
-        limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        deterministic=bool(config.deterministic),
-    )
-    model.bind(backend, groups.layers)
-    # A config may name ids that the model cannot give.
-    eos_token_ids = frozenset(i for i in model.eos_token_ids if i < model.vocab_size)
-    policy = (
-        StaticAdmission(limits.max_num_seqs)
-        if config.scheduler == "static"
-        else ContinuousAdmission()
-    )
-    scheduler = Scheduler(
-        blocks=KVBlocks(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            windows=groups.windows,
-            prefix_caching=config.prefix_caching,
-        ),
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=eos_token_ids,
-        policy=policy,
-    )
-    runner = TorchModelRunner(
-        model=model,
-        backend=backend,
-        sampler=Sampler(
-            num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=eos_token_ids
-        ),
-        num_slots=limits.max_num_seqs,
-        num_kv_groups=len(groups.windows),
-        max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
-        block_size=limits.block_size,
-    )
-    if scheduler.max_sequence_tokens < limits.max_model_len:
-        log(
-            f"the KV cache ends an answer at {scheduler.max_sequence_tokens:,} tokens, prompt "
-            f"included, before the context of {limits.max_model_len:,} does; --kv-cache-memory "
-            "gives it more"
-        )
-    core = EngineCore(
-        scheduler=scheduler,
-        runner=runner,
-        step_timeout_s=config.step_timeout,
-        vocab_size=model.vocab_size,
-    )
-    return core, limits
-
-
 def resolve_sampling(
     given: Mapping[str, Any],
     generation_defaults: Mapping[str, Any],
@@ -320,50 +229,9 @@ def resolve_sampling(
         params = SamplingParams(**fields)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    last_id = max(params.stop_token_ids, default=0)
-    if vocab_size is not None and last_id >= vocab_size:
-        raise UsageError(f"stop_token_ids holds {last_id}, but the model has {vocab_size} tokens")
+    if vocab_size is not None and (problem := check_stop_token_ids(params, vocab_size)):
+        raise UsageError(problem.message)
     return params
-
-
-def _resolve_limits(
-    config: EngineConfig, model: HFModel, groups: KVGroups, *, log: Log
-) -> EngineLimits:
-    from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
-
-    on_gpu = model.device.type == "cuda"
-    budget = config.max_num_batched_tokens or (8192 if on_gpu else 256)
-    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 32)
-    if max_num_seqs > budget:
-        log(f"max_num_seqs {max_num_seqs} is cut to {budget}, the tokens of one step")
-        max_num_seqs = budget
-    block_size = config.block_size or (16 if on_gpu else 64)
-    num_blocks = config.num_kv_blocks or fit_num_blocks(
-        memory=config.kv_cache_memory or _free_memory(config, model.device),
-        block_nbytes=block_bytes(groups, block_size=block_size, dtype=model.dtype),
-        block_size=block_size,
-        windows=groups.windows,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=model.max_model_len,
-    )
-    return EngineLimits(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        block_size=block_size,
-        max_model_len=model.max_model_len,
-        num_blocks=num_blocks,
-    )
-
-
-def _free_memory(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV pool."""
-    if device.type != "cuda":
-        return int(available_memory() * CPU_MEMORY_SHARE)
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1.0 - config.gpu_memory_utilization))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,6 @@ def model_facts(
         before_fusion=lambda model: before.append(observe_step(model, counted)),
         kernels=counted,
     )
-    after = observe_step(loaded.model, counted)
     model = loaded.model
     facts: dict[str, Any] = {
         "name": loaded.files.name,
@@ -85,7 +84,7 @@ def model_facts(
     if with_operations:
         facts["operations"] = {
             "before_fusion": _operation_facts(before[0]),
-            "after_fusion": _operation_facts(after),
+            "after_fusion": _operation_facts(observe_step(model, counted)),
         }
     return facts
 

@@ -137,6 +137,15 @@ class RequestOutput:
     text: str | None = None
 
 
+def check_stop_token_ids(params: SamplingParams, vocab_size: int) -> RowError | None:
+    """An error if `params` name an id that the model cannot give."""
+    last_id = max(params.stop_token_ids, default=0)
+    if last_id < vocab_size:
+        return None
+    message = f"stop_token_ids holds {last_id}, but the model has {vocab_size} tokens"
+    return RowError(RowErrorType.INVALID_OPTION, message)
+
+
 def check_length(
     num_prompt_tokens: int,
     max_model_len: int,

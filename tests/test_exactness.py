@@ -246,19 +246,24 @@ def test_greedy_ids_are_the_same_without_compiled_kernels(
     check_case(CASES[4], plain_model, expected)
 
 
+def requests_of(rows: Sequence[Expected]) -> list[Request]:
+    """What asks for these rows."""
+    return [
+        Request(
+            key=RequestKey(row),
+            prompt_token_ids=wanted.prompt,
+            params=SamplingParams(max_tokens=len(wanted.token_ids), ignore_eos=True),
+        )
+        for row, wanted in enumerate(rows)
+    ]
+
+
 def check_case(case: Case, model: HFModel, expected: Sequence[Expected]) -> None:
     """Run all rows as the case says and compare."""
     num_checked = num_preemptions = num_cached_tokens = 0
     for rows in case.waves(expected):
         core, _ = build_core(model, case.engine_config(rows, model))
-        requests = [
-            Request(
-                key=RequestKey(row),
-                prompt_token_ids=wanted.prompt,
-                params=SamplingParams(max_tokens=len(wanted.token_ids), ignore_eos=True),
-            )
-            for row, wanted in enumerate(rows)
-        ]
+        requests = requests_of(rows)
         random.Random(0).shuffle(requests)
         for row, output in run(core, requests).items():
             rows[row].check(output)

@@ -49,7 +49,7 @@ HEAVY: dict[str, set[str]] = {
         "attention",
         "models",
         "kernels",
-        "assembly",
+        "engine_setup",
         "doctor",
         "engine/kv_cache",
         "engine/sampler",

@@ -25,7 +25,7 @@ from cbatch_cli.request import Request, RequestKey, SamplingParams
 from tests.cpu_variants import variants
 from tests.fakes import poison_blocks
 from tests.models.test_families import wrapped
-from tests.test_exactness import Expected, run, transformers_generate
+from tests.test_exactness import Expected, requests_of, run, transformers_generate
 from tests.tiny_models import tiny_model
 
 NUM_GROUPS = {"gemma3": 3, "gemma2_softcap": 3, "mistral_window": 1, "gpt_oss_sinks": 3}
@@ -76,14 +76,7 @@ def test_greedy_ids_are_those_of_transformers(
     )
     core, _ = build_core(model, config)
     poison_cache(model, core)
-    requests = [
-        Request(
-            key=RequestKey(row),
-            prompt_token_ids=wanted.prompt,
-            params=SamplingParams(max_tokens=len(wanted.token_ids), ignore_eos=True),
-        )
-        for row, wanted in enumerate(rows)
-    ]
+    requests = requests_of(rows)
     for row, output in run(core, requests).items():
         rows[row].check(output)
     if case.endswith("tight") and None in windows:

@@ -28,6 +28,7 @@ from cbatch_cli.request import (
     RequestKey,
     RequestOutput,
     check_length,
+    check_stop_token_ids,
 )
 
 _STOP_POLL_S = 0.2
@@ -222,12 +223,9 @@ class EngineCore:
         if num_prompt_tokens == 0:
             return RowError(RowErrorType.EMPTY_PROMPT, "the prompt has no tokens")
         if self._vocab_size is not None:
-            stop_ids, prompt_ids = request.params.stop_token_ids, request.prompt_token_ids
-            if (token_id := max(stop_ids, default=0)) >= self._vocab_size:
-                return RowError(
-                    RowErrorType.INVALID_OPTION,
-                    f"stop_token_ids holds {token_id}, but the model has {self._vocab_size} tokens",
-                )
+            if error := check_stop_token_ids(request.params, self._vocab_size):
+                return error
+            prompt_ids = request.prompt_token_ids
             if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
                 return RowError(
                     RowErrorType.BAD_TYPE,

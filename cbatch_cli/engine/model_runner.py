@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,18 @@ class Model(Protocol):
         ...
 
 
+class _Pack(NamedTuple):
+    """The packed tokens of a step, on the device, and who samples, on the host."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    sample_indices: Tensor
+    """Of each sequence that samples: its last token's place in the pack."""
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Of each sequence that samples: the place in it that the sampled token takes."""
+
+
 class TorchModelRunner:
     """Keeps block tables and sampling parameters by slot in preallocated buffers.
 
@@ -77,20 +89,16 @@ class TorchModelRunner:
         with _memory_errors():
             with stats.phase("prepare"):
                 self._join_and_extend(step)
-                token_ids, position_ids, sample_indices = self._pack(step)
+                pack = self._pack(step)
             with stats.phase("forward"):
-                sampling = [s for s in step.scheduled if s.samples]
-                slots = np.fromiter((s.slot for s in sampling), np.int64, len(sampling))
-                ends = (s.start + s.num_tokens for s in sampling)
-                positions = np.fromiter(ends, np.int64, len(sampling))
                 logits = self._model.forward(
-                    token_ids,
-                    position_ids,
-                    sample_indices,
-                    only_largest=self._sampler.takes_largest(slots, positions),
+                    pack.token_ids,
+                    pack.position_ids,
+                    pack.sample_indices,
+                    only_largest=self._sampler.takes_largest(pack.slots, pack.positions),
                 )
             with stats.phase("sample"):
-                return self._sample(step, sampling, logits, slots, positions)
+                return self._sample(step, pack, logits)
 
     def _join_and_extend(self, step: SchedulerOutput) -> None:
         for scheduled in step.scheduled:
@@ -107,7 +115,7 @@ class TorchModelRunner:
                 if new.block_ids:
                     table[slot, new.first : new.first + len(new.block_ids)] = new.block_ids
 
-    def _pack(self, step: SchedulerOutput) -> tuple[Tensor, Tensor, Tensor]:
+    def _pack(self, step: SchedulerOutput) -> _Pack:
         """Tensors of the packed tokens; hands the layout to the attention backend."""
         scheduled = step.scheduled
         num_seqs = len(scheduled)
@@ -147,10 +155,12 @@ class TorchModelRunner:
         self._backend.begin_step([first_group, *others])
         samples = np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs)
         sample_indices = query_start_loc[1:][samples].astype(np.int64) - 1
-        return (
-            self._to_device(self._token_ids(scheduled, len(owner))),
-            self._to_device(positions),
-            self._to_device(sample_indices),
+        return _Pack(
+            token_ids=self._to_device(self._token_ids(scheduled, len(owner))),
+            position_ids=self._to_device(positions),
+            sample_indices=self._to_device(sample_indices),
+            slots=slots[samples],
+            positions=seq_lens[samples],
         )
 
     def _token_ids(
@@ -167,18 +177,12 @@ class TorchModelRunner:
                 token_ids[end - 1] = self._last_token_ids[sequence.slot]
         return token_ids
 
-    def _sample(
-        self,
-        step: SchedulerOutput,
-        sampling: list[ScheduledSequence],
-        logits: Tensor,
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> StepOutput:
+    def _sample(self, step: SchedulerOutput, pack: _Pack, logits: Tensor) -> StepOutput:
+        sampling = [s for s in step.scheduled if s.samples]
         if not sampling:
             return StepOutput(step_id=step.step_id, token_ids={})
-        sampled = self._sampler.sample(logits, slots, positions)
-        self._last_token_ids[slots] = sampled.token_ids
+        sampled = self._sampler.sample(logits, pack.slots, pack.positions)
+        self._last_token_ids[pack.slots] = sampled.token_ids
         token_ids = {
             s.key: (token_id,)
             for s, token_id, is_broken in zip(

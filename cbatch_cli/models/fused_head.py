@@ -39,13 +39,13 @@ def fuse_head(
     if mode != "w8a16" and head.bias is None:
         vocabulary = VocabularyHead(weight, mode=mode, kernels=kernels)
 
-        def forward(hidden_states: Tensor) -> Tensor:
-            rows = hidden_states.flatten(0, -2)
-            product = vocabulary.largest_logits if model.only_largest else vocabulary.all_logits
-            return product(rows).view(*hidden_states.shape[:-1], len(weight))
+        def product(rows: Tensor) -> Tensor:
+            if model.only_largest:
+                return vocabulary.largest_logits(rows)
+            return vocabulary.all_logits(rows)
 
         own_forward = head.forward
-        head.forward = forward
+        _replace_product(head, product)
         # What follows the product, a cap or a scale, could put another logit first.
         if _have_same_largest(*largest_logits()):
             return "two_stage"
@@ -58,13 +58,19 @@ def fuse_head(
     if not relative_error(linear(rows), head(rows)) <= tolerance:
         return None
 
-    def forward_all(hidden_states: Tensor) -> Tensor:
-        logits: Tensor = linear(hidden_states.flatten(0, -2))
-        return logits.view(*hidden_states.shape[:-1], linear.num_columns)
-
-    head.forward = forward_all  # type: ignore[method-assign, assignment]
+    _replace_product(head, linear)
     kind: str = linear.kind
     return kind
+
+
+def _replace_product(head: nn.Linear, product: Callable[[Tensor], Tensor]) -> None:
+    """Have `head` multiply by `product`, which takes rows `[T, K]`."""
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        logits = product(hidden_states.flatten(0, -2))
+        return logits.view(*hidden_states.shape[:-1], head.out_features)
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _have_same_largest(expected: Tensor, actual: Tensor) -> bool:

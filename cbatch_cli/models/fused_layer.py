@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.models.attention_hook import binding_of
+from cbatch_cli.models.packed_step import AttentionCall
 
 Norm = tuple[Tensor, float]
 """Weight and epsilon of an RMSNorm; the weight is what the normed values are multiplied by."""
@@ -29,15 +30,6 @@ _GEMMA_NORMS = {*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_la
 
 class NotFusable(Exception):
     """A layer is not built as one of the kinds known here; the message says in what."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCall:
-    """What a layer passes to its attention beside queries, keys and values."""
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ kept. A fused layer replaces the original only if it turns the same input into t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from cbatch_kernels.cpu_library import CPUKernels, load_kernels
 from cbatch_kernels.cpu_linear import LinearMode, TorchLinear, choose_linear
 from torch import Tensor, nn
 
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.models.fused_head import (
     ROUNDED_TOLERANCE,
@@ -25,13 +25,13 @@ from cbatch_cli.models.fused_head import (
     relative_error,
 )
 from cbatch_cli.models.fused_layer import (
-    AttentionCall,
     FusedLayer,
     LayerParts,
     NotFusable,
     read_parts,
 )
 from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.packed_step import NotingBackend, first_step_metadata, layer_caches
 
 _PROBE_LENGTHS = (9, 4)
 _PROBE_FIRST_POSITION = 60
@@ -147,12 +147,16 @@ class _Probe:
     """One run of a model's own code, and what its decoder layers were given and gave."""
 
     def __init__(self, model: HFModel) -> None:
-        self.calls: dict[int, AttentionCall] = {}
-        """By the index of the attention layer."""
         self.runs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
         self._model = model
-        self._backend = _probe_backend(model)
-        model.bind(self)
+        block_size = max(_PROBE_LENGTHS)
+        caches = layer_caches(
+            model, num_blocks=len(_PROBE_LENGTHS), block_size=block_size, value=0.0
+        )
+        backend = NotingBackend(TorchAttentionBackend(model.layer_specs, caches, block_size))
+        backend.begin_step([first_step_metadata(_PROBE_LENGTHS, block_size, model.device)])
+        self.calls = backend.calls
+        model.bind(backend)
         handles = [
             layer.register_forward_hook(self._note, with_kwargs=True)
             for layer, _, _ in _decoder_layers(model)
@@ -192,26 +196,6 @@ class _Probe:
         if not error <= tolerance:
             raise NotFusable(f"the fused layer differs by {error:.1g} of its output")
 
-    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
-        """Nothing: the probe has one step, begun when it was made."""
-
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend, and note with what."""
-        self.calls[layer.index] = AttentionCall(scale=scale, softcap=softcap, sinks=sinks)
-        return self._backend.forward(
-            layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks
-        )
-
     def _note(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -219,35 +203,3 @@ class _Probe:
             return value.clone() if isinstance(value, Tensor) else value
 
         self.runs[layer] = (tuple(map(kept, args)), dict(kwargs), kept(output))
-
-
-def _probe_backend(model: HFModel) -> TorchAttentionBackend:
-    """Attention over a small cache, in the step that computes two short rows from the start."""
-    num_tokens, block_size = sum(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
-    caches = []
-    for spec in model.layer_specs:
-        shape = (len(_PROBE_LENGTHS), block_size, spec.num_kv_heads)
-        caches.append(
-            (torch.zeros(*shape, spec.head_dim), torch.zeros(*shape, spec.value_head_dim))
-        )
-    backend = TorchAttentionBackend(model.layer_specs, caches, block_size)
-    starts = [sum(_PROBE_LENGTHS[:row]) for row in range(len(_PROBE_LENGTHS) + 1)]
-    slots = [
-        row * block_size + offset
-        for row, length in enumerate(_PROBE_LENGTHS)
-        for offset in range(length)
-    ]
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(_PROBE_LENGTHS, dtype=torch.int32),
-        block_tables=torch.arange(len(_PROBE_LENGTHS), dtype=torch.int32)[:, None],
-        slot_mapping=torch.tensor(slots),
-        num_decodes=0,
-        max_query_len=block_size,
-        max_seq_len=block_size,
-        query_lens_cpu=_PROBE_LENGTHS,
-        seq_lens_cpu=_PROBE_LENGTHS,
-    )
-    assert len(slots) == num_tokens
-    backend.begin_step([metadata])
-    return backend

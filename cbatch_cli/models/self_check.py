@@ -5,7 +5,6 @@ The judge is the model's own attention code in transformers, run on whole rows o
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -16,9 +15,9 @@ from cbatch_cli.attention.backend import (
     AttentionBackendName,
     build_attention_backend,
 )
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 from cbatch_cli.errors import ModelError
 from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.packed_step import layer_caches, starts_of, step_metadata
 
 # Small, so that short rows cross block boundaries; 16 is the smallest that Triton kernels take.
 _BLOCK_SIZES: dict[AttentionBackendName, int] = {"torch": 4, "cpu": 4, "triton": 16}
@@ -105,10 +104,11 @@ def _packed_logits(
             for row in sorted(range(len(rows)), key=new_tokens.__getitem__)  # decodes first
             if new_tokens[row]
         ]
-        backend.begin_step([_metadata(parts, tables, block_size, model.device)])
+        backend.begin_step([step_metadata(parts, tables, block_size, model.device)])
+        starts = starts_of([len(positions) for _, positions in parts])
         compared = [
             (row, int(position), start + index)
-            for (row, positions), start in zip(parts, _starts(parts), strict=False)
+            for (row, positions), start in zip(parts, starts, strict=False)
             for index, position in enumerate(positions)
             if len(positions) - index <= _NUM_COMPARED
         ]
@@ -127,48 +127,13 @@ def _poisoned_backend(
     model: HFModel, rows: list[Tensor], num_blocks: int, name: AttentionBackendName
 ) -> AttentionBackend:
     block_size = _BLOCK_SIZES[name]
-
-    def cache(spec: LayerSpec, head_dim: int) -> Tensor:
-        shape = (num_blocks, block_size, spec.num_kv_heads, head_dim)
-        return torch.full(shape, math.nan, dtype=model.dtype, device=model.device)
-
-    caches = [
-        (cache(spec, spec.head_dim), cache(spec, spec.value_head_dim)) for spec in model.layer_specs
-    ]
     return build_attention_backend(
         name,
         model.layer_specs,
-        caches,
+        layer_caches(model, num_blocks=num_blocks, block_size=block_size, value=math.nan),
         block_size,
         max_num_seqs=len(rows),
         max_model_len=max(map(len, rows)),
-    )
-
-
-def _starts(parts: list[tuple[int, Tensor]]) -> list[int]:
-    return [0, *itertools.accumulate(len(positions) for _, positions in parts)]
-
-
-def _metadata(
-    parts: list[tuple[int, Tensor]], tables: Tensor, block_size: int, device: torch.device
-) -> AttentionMetadata:
-    """The layout of a step that computes these positions of these rows."""
-    query_lens = tuple(len(positions) for _, positions in parts)
-    seq_lens = tuple(int(positions[-1]) + 1 for _, positions in parts)
-    slots = [
-        tables[row, positions // block_size].long() * block_size + positions % block_size
-        for row, positions in parts
-    ]
-    return AttentionMetadata(
-        query_start_loc=torch.tensor(_starts(parts), dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_tables=tables[[row for row, _ in parts]].to(device),
-        slot_mapping=torch.cat(slots).to(device),
-        num_decodes=query_lens.count(1),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=seq_lens,
     )
 
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch_cli.attention.backend import AttentionBackend, build_attention_backend
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.packed_step import NotingBackend, first_step_metadata, layer_caches
 
 # A row of one token, as a decode is, and a chunk.
 _QUERY_LENS = (1, 5)
@@ -75,7 +75,7 @@ def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservat
 
     `kernels` are those that the fused layers of `model` were built with, if any were.
     """
-    backend = _NotingBackend(_step_backend(model, kernels))
+    backend = NotingBackend(_step_backend(model, kernels))
     positions = _positions(model)
     token_ids = (positions + 1) % model.vocab_size
     last_indices = torch.tensor(_QUERY_LENS, device=model.device).cumsum(0) - 1
@@ -84,7 +84,7 @@ def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservat
     if kernels is not None:
         kernels.on_call = counter.count
     try:
-        backend.begin_step([_metadata(model)] * (1 + max(s.group for s in model.layer_specs)))
+        backend.begin_step([first_step_metadata(_QUERY_LENS, _BLOCK_SIZE, model.device)])
         with counter.by_layer(decoder_layers(model)), counter:
             model.forward(token_ids, positions, last_indices)
     finally:
@@ -93,8 +93,8 @@ def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservat
         model.unbind()
     calls = [backend.calls[spec.index] for spec in model.layer_specs]
     return StepObservation(
-        softcaps=tuple(softcap for softcap, _ in calls),
-        has_sinks=tuple(has_sinks for _, has_sinks in calls),
+        softcaps=tuple(call.softcap for call in calls),
+        has_sinks=tuple(call.sinks is not None for call in calls),
         operations=tuple(counter.layers),
         operations_outside=counter.outside,
     )
@@ -110,35 +110,6 @@ def decoder_layers(model: HFModel) -> list[nn.Module]:
             layer = parents[layer]
         layers.append(layer if layer in parents else parents[attention])
     return list(dict.fromkeys(layers))
-
-
-class _NotingBackend:
-    """An attention backend that keeps what each layer passes beside its tensors."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-        self.calls: dict[int, tuple[float | None, bool]] = {}
-
-    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
-        """As the backend does."""
-        self._backend.begin_step(metadata)
-
-    def forward(
-        self,
-        layer: LayerSpec,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """As the backend does."""
-        self.calls[layer.index] = (softcap, sinks is not None)
-        return self._backend.forward(
-            layer, query, key, value, scale=scale, softcap=softcap, sinks=sinks
-        )
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -222,13 +193,7 @@ def _positions(model: HFModel) -> Tensor:
 
 
 def _step_backend(model: HFModel, kernels: CountedKernels | None) -> AttentionBackend:
-    def cache(spec: LayerSpec, head_dim: int) -> Tensor:
-        shape = (len(_QUERY_LENS), _BLOCK_SIZE, spec.num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)
-
-    caches = [
-        (cache(spec, spec.head_dim), cache(spec, spec.value_head_dim)) for spec in model.layer_specs
-    ]
+    caches = layer_caches(model, num_blocks=len(_QUERY_LENS), block_size=_BLOCK_SIZE, value=0.0)
     if model.attention_backend == "cpu" and kernels is not None:
         return CPUAttentionBackend(model.layer_specs, caches, _BLOCK_SIZE, kernels)
     return build_attention_backend(
@@ -238,28 +203,4 @@ def _step_backend(model: HFModel, kernels: CountedKernels | None) -> AttentionBa
         _BLOCK_SIZE,
         max_num_seqs=len(_QUERY_LENS),
         max_model_len=_BLOCK_SIZE,
-    )
-
-
-def _metadata(model: HFModel) -> AttentionMetadata:
-    """Two rows from their start, each in a block of its own."""
-    lengths = _QUERY_LENS
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    slots = [
-        row * _BLOCK_SIZE + offset for row, length in enumerate(lengths) for offset in range(length)
-    ]
-
-    def ints(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=model.device)
-
-    return AttentionMetadata(
-        query_start_loc=ints(starts),
-        seq_lens=ints(lengths),
-        block_tables=ints([[row] for row in range(len(lengths))]),
-        slot_mapping=ints(slots, torch.int64),
-        num_decodes=lengths.count(1),
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-        query_lens_cpu=lengths,
-        seq_lens_cpu=lengths,
     )

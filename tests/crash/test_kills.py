@@ -31,15 +31,10 @@ def is_directory(request: pytest.FixtureRequest) -> bool:
 def test_a_kill_at_every_step_of_a_first_run(
     server: ForkServer, tmp_path: Path, is_directory: bool, counts: Counts
 ) -> None:
-    for at in range(MOST_STEPS):
-        store = Store(server, tmp_path / str(at), is_directory=is_directory, counts=counts)
-        outcome = store.run(kill_at_step=at)
-        store.check_whole()
-        store.finish()
-        if not outcome.was_killed:
-            assert outcome.exit_code == 0
-            break
-    assert at > 80
+    def new_store(folder: Path) -> Store:
+        return Store(server, folder, is_directory=is_directory, counts=counts)
+
+    assert _kill_at_every_step(new_store, tmp_path) > 80
 
 
 def test_a_kill_at_every_step_of_a_run_that_resumes(
@@ -50,15 +45,23 @@ def test_a_kill_at_every_step_of_a_run_that_resumes(
     at = _step_of(begun, tmp_path / "probe", "before write", "part-00001.parquet.tmp")
     begun.run(kill_at_step=at)
     assert len(begun.history.kept) >= begun.rows_per_part
+    assert _kill_at_every_step(begun.copy, tmp_path) > 60
+
+
+def _kill_at_every_step(make_store: Callable[[Path], Store], folder: Path) -> int:
+    """Kill a run of a new store at its step 0, at its step 1, and so on until a run ends.
+
+    Returns the number of that run's last try.
+    """
     for at in range(MOST_STEPS):
-        store = begun.copy(tmp_path / str(at))
+        store = make_store(folder / str(at))
         outcome = store.run(kill_at_step=at)
         store.check_whole()
         store.finish()
         if not outcome.was_killed:
             assert outcome.exit_code == 0
             break
-    assert at > 60
+    return at
 
 
 def _step_of(store: Store, folder: Path, step: str, name: str) -> int:
