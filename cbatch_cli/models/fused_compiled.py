@@ -10,13 +10,12 @@ from cbatch_kernels.cpu_linear import Linear, LinearMode, choose_linear
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import LayerSpec
-from cbatch_cli.models.fused_norm import Norm, NotFusable
+from cbatch_cli.models.fused_norm import Norm, NormStep, NotFusable
 from cbatch_cli.models.fused_operations import (
     ActivationStep,
     AddStep,
     HeadNorms,
     HeadsStep,
-    NormStep,
     OperationsName,
     Rotation,
     query_and_key_heads,

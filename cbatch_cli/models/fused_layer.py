@@ -6,7 +6,7 @@ Phi and Gemma name them; that the reading is right has to be shown by numbers, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.models.attention_hook import binding_of
 from cbatch_cli.models.fused_linear import MakeLinear, are_mergeable
-from cbatch_cli.models.fused_norm import Norm, NotFusable, read_norm
+from cbatch_cli.models.fused_norm import Norm, NotFusable
 from cbatch_cli.models.fused_operations import HeadNorms, LayerOperations, Rotation
 from cbatch_cli.models.packed_step import AttentionCall
 
@@ -47,6 +47,8 @@ class LayerParts:
     head_norms: HeadNorms | None
     post_attention_norm: Norm | None
     pre_mlp_norm: Norm
+    pre_mlp_module: nn.Module
+    """Of which that is the norm."""
     post_mlp_norm: Norm | None
     qkv: tuple[nn.Linear, ...]
     output: nn.Linear
@@ -59,9 +61,16 @@ class LayerParts:
 
 
 def read_parts(
-    layer: nn.Module, attention: nn.Module, spec: LayerSpec, call: AttentionCall, dtype: torch.dtype
+    layer: nn.Module,
+    attention: nn.Module,
+    spec: LayerSpec,
+    call: AttentionCall,
+    read_norm: Callable[[nn.Module, str], Norm],
 ) -> LayerParts:
-    """The parts of a decoder layer. Raises `NotFusable`."""
+    """The parts of a decoder layer; `read_norm` tells what a module of a name is.
+
+    Raises `NotFusable`.
+    """
     mlp = getattr(layer, "mlp", None)
     if mlp is None:
         raise NotFusable("it has no part named mlp")
@@ -75,17 +84,19 @@ def read_parts(
         if getattr(layer, name) is not mlp and getattr(layer, name) is not attention
     ):
         raise NotFusable(f"it has parts beside attention and mlp: {', '.join(sorted(children))}")
-    norms = {name: read_norm(getattr(layer, name), name, dtype) for name in names}
+    norms = {name: read_norm(getattr(layer, name), name) for name in names}
     is_gemma = names == _GEMMA_NORMS
     post_attention = norms["post_attention_layernorm"]
+    pre_mlp_name = "pre_feedforward_layernorm" if is_gemma else "post_attention_layernorm"
     return LayerParts(
         attention=attention,
         spec=spec,
         call=call,
         input_norm=norms["input_layernorm"],
-        head_norms=_head_norms(attention, spec, dtype),
+        head_norms=_head_norms(attention, spec, read_norm),
         post_attention_norm=post_attention if is_gemma else None,
-        pre_mlp_norm=norms["pre_feedforward_layernorm"] if is_gemma else post_attention,
+        pre_mlp_norm=norms[pre_mlp_name],
+        pre_mlp_module=getattr(layer, pre_mlp_name),
         post_mlp_norm=norms["post_feedforward_layernorm"] if is_gemma else None,
         mlp=read_mlp(mlp),
         qkv=_linears(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -176,7 +187,7 @@ class FusedLayer:
     ) -> None:
         self._norm_input = operations.norm(parts.input_norm)
         self.attention = FusedAttention(parts, operations, make_linear, rotation)
-        self._add_attended = operations.add(
+        self.add_attended = operations.add(
             added_norm=parts.post_attention_norm, norm=parts.pre_mlp_norm, owns_residual=False
         )
         self.mlp = FusedMLP(parts.mlp, operations, make_linear)
@@ -200,7 +211,7 @@ class FusedLayer:
         cosines, sines = position_embeddings
         rows = hidden_states[0]
         attended = self.attention(self._norm_input(rows), cosines[0], sines[0])
-        residual, normed = self._add_attended(rows, attended)
+        residual, normed = self.add_attended(rows, attended)
         return self._add_last(residual, self.mlp(normed))[0].unsqueeze(0)
 
 
@@ -214,11 +225,13 @@ def _linears(parent: nn.Module, names: Sequence[str], merged: str) -> tuple[nn.L
     return linears
 
 
-def _head_norms(attention: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> HeadNorms | None:
+def _head_norms(
+    attention: nn.Module, spec: LayerSpec, read_norm: Callable[[nn.Module, str], Norm]
+) -> HeadNorms | None:
     names = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
     if not names:
         return None
-    norms = [read_norm(getattr(attention, name), name, dtype) for name in names]
+    norms = [read_norm(getattr(attention, name), name) for name in names]
     if any(norm.weight.shape[0] != spec.head_dim for norm in norms):
         raise NotFusable("its norms of queries and keys do not norm heads apart")
     kinds = {(norm.epsilon, norm.offset, norm.rounds_before_weight) for norm in norms}
@@ -229,12 +242,14 @@ def _head_norms(attention: nn.Module, spec: LayerSpec, dtype: torch.dtype) -> He
 
 def _activation(mlp: nn.Module) -> Activation:
     function = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+    if function is None:
+        raise NotFusable("its mlp has no activation beside a gate, as where it mixes experts")
     values = torch.linspace(-6.0, 6.0, 97)
     candidates: dict[Activation, Tensor] = {
         "silu": torch.nn.functional.silu(values),
         "gelu_tanh": torch.nn.functional.gelu(values, approximate="tanh"),
     }
     for name, expected in candidates.items():
-        if function is not None and torch.allclose(function(values), expected, atol=1e-6):
+        if torch.allclose(function(values), expected, atol=1e-6):
             return name
     raise NotFusable("its activation is neither silu nor gelu in its tanh form")

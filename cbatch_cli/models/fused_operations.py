@@ -7,13 +7,11 @@ from typing import Literal, Protocol
 
 import torch
 from cbatch_kernels.cpu_layers import Activation
-from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, LinearMode
+from cbatch_kernels.cpu_linear import Linear
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import LayerSpec
-from cbatch_cli.models.fused_norm import Norm
-from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.fused_norm import Norm, NormStep
 
 OperationsName = Literal["compiled", "triton", "torch"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,7 +23,6 @@ Rotation = Literal["halves", "pairs", "none"]
 HeadNorms = tuple[Norm, Norm]
 """Of queries and of keys, alike but for their weights."""
 
-NormStep = Callable[[Tensor], Tensor]
 AddStep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 HeadsStep = Callable[[Tensor, Tensor, Tensor], Tensor]
 ActivationStep = Callable[[Tensor], Tensor]
@@ -69,21 +66,3 @@ def query_and_key_heads(spec: LayerSpec, qkv: Tensor) -> Tensor:
     """Queries and keys `[T, H + KV, D]`, a view of what a layer's projections give."""
     num_heads = spec.num_heads + spec.num_kv_heads
     return qkv[:, : num_heads * spec.head_dim].view(qkv.shape[0], num_heads, spec.head_dim)
-
-
-def choose_operations(
-    model: HFModel, *, mode: LinearMode = "fast", kernels: CPUKernels | None = None
-) -> LayerOperations:
-    """The fastest operations for the model's device and dtype.
-
-    Triton's where the attention is, those of `kernels` for float32 on a CPU, torch's elsewhere.
-    """
-    from cbatch_cli.models.fused_compiled import CompiledOperations
-    from cbatch_cli.models.fused_torch import TorchOperations
-    from cbatch_cli.models.fused_triton import TritonOperations
-
-    if model.attention_backend == "triton":
-        return TritonOperations()
-    if kernels is not None and model.device.type == "cpu" and model.dtype == torch.float32:
-        return CompiledOperations(kernels, mode)
-    return TorchOperations()

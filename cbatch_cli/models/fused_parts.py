@@ -117,7 +117,8 @@ class PartFuser:
 
     def _fuse_norm(self, module: nn.Module) -> None:
         rows = self._probe.rows_given_to(module)
-        step = self._operations.norm(read_norm(module, self._modules[module], rows.dtype))
+        norm = read_norm(module, self._modules[module], rows.dtype, self._operations.norm)
+        step = self._operations.norm(norm)
         self._probe.compare_part(module, step)
         self._replace(module, step)
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from cbatch_cli.attention.metadata import LayerSpec
-from cbatch_cli.models.fused_norm import Norm
+from cbatch_cli.models.fused_norm import Norm, NormStep
 from cbatch_cli.models.fused_operations import (
     ActivationStep,
     AddStep,
     HeadNorms,
     HeadsStep,
-    NormStep,
     OperationsName,
     Rotation,
     query_and_key_heads,

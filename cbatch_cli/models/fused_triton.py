@@ -12,13 +12,12 @@ from cbatch_kernels.layers import Activation, act_and_mul, rms_norm, rope
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import LayerSpec
-from cbatch_cli.models.fused_norm import Norm
+from cbatch_cli.models.fused_norm import Norm, NormStep
 from cbatch_cli.models.fused_operations import (
     ActivationStep,
     AddStep,
     HeadNorms,
     HeadsStep,
-    NormStep,
     OperationsName,
     Rotation,
     query_and_key_heads,

@@ -18,19 +18,27 @@ from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.models.fused_compiled import CompiledOperations
 from cbatch_cli.models.fused_head import fuse_head
 from cbatch_cli.models.fused_layer import FusedLayer, LayerParts, read_parts
 from cbatch_cli.models.fused_linear import WeightMerger, release_weights
-from cbatch_cli.models.fused_norm import NotFusable
+from cbatch_cli.models.fused_norm import Norm, NotFusable, read_norm
 from cbatch_cli.models.fused_operations import (
     DTYPES,
     LayerOperations,
     OperationsName,
     Rotation,
-    choose_operations,
 )
 from cbatch_cli.models.fused_parts import PartFuser, PartKind, PartReport
-from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, ModuleRun, Probe, check_equal
+from cbatch_cli.models.fused_torch import TorchOperations
+from cbatch_cli.models.fused_triton import TritonOperations
+from cbatch_cli.models.fusion_probe import (
+    ROUNDED_TOLERANCE,
+    ModuleRun,
+    Probe,
+    check_equal,
+    check_roundings,
+)
 from cbatch_cli.models.hf_model import HFModel
 
 _ROTATIONS: tuple[Rotation, ...] = ("halves", "pairs", "none")
@@ -127,6 +135,20 @@ def fuse_layers(
     )
 
 
+def choose_operations(
+    model: HFModel, *, mode: LinearMode = "fast", kernels: CPUKernels | None = None
+) -> LayerOperations:
+    """The fastest operations for the model's device and dtype.
+
+    Triton's where the attention is, those of `kernels` for float32 on a CPU, torch's elsewhere.
+    """
+    if model.attention_backend == "triton":
+        return TritonOperations()
+    if kernels is not None and model.device.type == "cpu" and model.dtype == torch.float32:
+        return CompiledOperations(kernels, mode)
+    return TorchOperations()
+
+
 class _LayerFuser:
     """Makes fused layers of the decoder layers of a model."""
 
@@ -145,13 +167,16 @@ class _LayerFuser:
         call = self._probe.calls.get(spec.index)
         if call is None or layer not in self._probe.runs:
             raise NotFusable("its attention does not run as part of it")
-        parts = read_parts(layer, attention, spec, call, self._dtype)
+        parts = read_parts(layer, attention, spec, call, self._read_norm)
         rotation, fused = self._with_own_rotation(layer, parts)
         if not self._operations.keeps_weights:
             fused = FusedLayer(parts, self._operations, self.make_linear, rotation)
             self._compare(layer, parts, fused, self._tolerance)
             self.release(parts.linears)
         return fused
+
+    def _read_norm(self, module: nn.Module, name: str) -> Norm:
+        return read_norm(module, name, self._dtype, self._operations.norm)
 
     def make_linear(self, linears: Sequence[nn.Linear]) -> Linear:
         """The product of layers on the same input, as the operations compute it."""
@@ -177,6 +202,8 @@ class _LayerFuser:
                 self._compare(layer, parts, fused, None)
             except NotFusable as error:
                 errors.append(error)
+            except (RuntimeError, ValueError) as error:
+                errors.append(NotFusable(f"its fused form fails: {str(error).splitlines()[0]}"))
             else:
                 return rotation, fused
         raise errors[0]
@@ -203,14 +230,21 @@ class _LayerFuser:
             output = attention_run.output
             expected = output[0] if isinstance(output, tuple) else output
             check_equal(attended, expected, "its attention")
-            self._probe.compare_part(parts.mlp.module, fused.mlp)
+            self._probe.compare_part(parts.mlp.module, fused.mlp, "its mlp")
+            total, normed = fused.add_attended(hidden_states[0], expected[0].clone())
+            expected_total = self._probe.rows_given_to(parts.pre_mlp_module)
+            expected_normed = self._probe.runs[parts.pre_mlp_module].output
+            check_roundings(total[None], expected_total, "its sum with the attention's output")
+            check_roundings(normed[None], expected_normed, "the norm of that sum")
         actual = fused(hidden_states, **run.kwargs)
         base = hidden_states if tolerance is None else None
         check_equal(actual, run.output, "the fused layer", base=base, tolerance=tolerance)
 
 
 def _hidden_states(run: ModuleRun) -> Tensor:
-    hidden_states: Tensor = run.args[0] if run.args else run.kwargs["hidden_states"]
+    hidden_states = run.args[0] if run.args else run.kwargs.get("hidden_states")
+    if not isinstance(hidden_states, Tensor) or hidden_states.dim() != 3:
+        raise NotFusable("it is not given hidden states of packed tokens")
     return hidden_states
 
 

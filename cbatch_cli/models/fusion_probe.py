@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
-from cbatch_cli.models.fused_norm import NotFusable
+from cbatch_cli.models.fused_norm import MOST_OTHER_ROUNDINGS, NotFusable, other_roundings
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.packed_step import NotingBackend, first_step_metadata, layer_caches
 
@@ -96,22 +96,23 @@ class Probe:
         rows: Tensor = run.args[0]
         return rows
 
-    def compare_part(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    def compare_part(
+        self, module: nn.Module, forward: Callable[[Tensor], Tensor], what: str = "it"
+    ) -> None:
         """Raise `NotFusable` if `forward` gives another output than `module` did."""
         rows = self.rows_given_to(module)
         try:
             actual = forward(rows)
         except (RuntimeError, ValueError) as error:
             raise NotFusable(f"its fused form fails: {str(error).splitlines()[0]}") from None
-        check_equal(actual, self.runs[module].output, "it")
+        check_equal(actual, self.runs[module].output, what)
 
     def _forward(self, *, only_largest: bool) -> Tensor:
         num_tokens, device = sum(_LENGTHS), self._model.device
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self._model.vocab_size, (num_tokens,), generator=generator)
-        spread = torch.arange(num_tokens, device=device) * _POSITION_STEP
-        is_late = torch.arange(num_tokens, device=device) >= _LENGTHS[0]
-        positions = torch.where(is_late, -1 - spread, _FIRST_POSITION + spread)
+        early, late = (torch.arange(length, device=device) * _POSITION_STEP for length in _LENGTHS)
+        positions = torch.cat([_FIRST_POSITION + early, -1 - late])
         return self._model.forward(
             token_ids.to(device),
             positions % self._model.max_model_len,
@@ -159,6 +160,18 @@ def check_equal(
     # Not a number is no small difference.
     if not (error <= allowed and abs(slope) <= (_LARGEST_SLOPE if is_half else 1.0) * allowed):
         raise NotFusable(f"{what} differs by {error / max(size, math.ulp(0.0)):.1g} of its output")
+
+
+def check_roundings(actual: Tensor, expected: Any, what: str) -> None:
+    """As `check_equal`; in half precision almost every value has to be the expected one.
+
+    For steps that round in a certain order, after which nothing tells the order any more.
+    """
+    check_equal(actual, expected, what)
+    if expected.dtype in HALF_DTYPES:
+        share = other_roundings(actual, expected)
+        if share > MOST_OTHER_ROUNDINGS:
+            raise NotFusable(f"{what} is rounded otherwise in {share:.0%} of its values")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
