@@ -112,7 +112,7 @@ class Probe:
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self._model.vocab_size, (num_tokens,), generator=generator)
         early, late = (torch.arange(length, device=device) * _POSITION_STEP for length in _LENGTHS)
-        positions = torch.cat([_FIRST_POSITION + early, -1 - late])
+        positions = torch.cat([_FIRST_POSITION + early, -1 - late.flip(0)])
         return self._model.forward(
             token_ids.to(device),
             positions % self._model.max_model_len,
