@@ -29,12 +29,12 @@ class CompiledOperations:
     keeps_weights = False
 
     def __init__(self, kernels: CPUKernels, mode: LinearMode) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._mode = mode
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """A product of the kind that the mode says."""
-        return choose_linear(weight, bias, mode=self._mode, kernels=self._kernels)
+        return choose_linear(weight, bias, mode=self._mode, kernels=self.kernels)
 
     def norm(self, norm: Norm) -> NormStep:
         """One pass over the rows."""
@@ -43,7 +43,7 @@ class CompiledOperations:
         def step(states: Tensor) -> Tensor:
             rows = states.reshape(-1, states.shape[-1]).contiguous()
             out = torch.empty_like(rows)
-            cpu_layers.add_norm(self._kernels, rows, norm=prepared, out=out)
+            cpu_layers.add_norm(self.kernels, rows, norm=prepared, out=out)
             return out.view(states.shape)
 
         return step
@@ -59,7 +59,7 @@ class CompiledOperations:
                 total, other = residual if owns_residual else residual.clone(), added
             out = None if norm is None else torch.empty_like(total)
             cpu_layers.add_norm(
-                self._kernels, total, added=other, added_norm=prepared_added, norm=prepared, out=out
+                self.kernels, total, added=other, added_norm=prepared_added, norm=prepared, out=out
             )
             return total, total if out is None else out
 
@@ -76,7 +76,7 @@ class CompiledOperations:
             if rotation == "none":
                 cosines, sines = cosines[:, :0], sines[:, :0]
             cpu_layers.norm_rope(
-                self._kernels,
+                self.kernels,
                 heads,
                 num_query_heads=spec.num_heads,
                 query_weight=query_weight,
@@ -94,7 +94,7 @@ class CompiledOperations:
 
         def step(gate_up: Tensor) -> Tensor:
             out: Tensor = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-            cpu_layers.activate_and_multiply(self._kernels, gate_up, activation=activation, out=out)
+            cpu_layers.activate_and_multiply(self.kernels, gate_up, activation=activation, out=out)
             return out
 
         return step

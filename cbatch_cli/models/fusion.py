@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cbatch_kernels.cpu_decoder_layer import Workspace
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.models.fused_call import OneCallLayer, as_one_call
 from cbatch_cli.models.fused_compiled import CompiledOperations
 from cbatch_cli.models.fused_head import fuse_head
 from cbatch_cli.models.fused_layer import FusedLayer, LayerParts, read_parts
@@ -160,9 +162,13 @@ class _LayerFuser:
         self._merger = WeightMerger(model.module)
         self._dtype = model.dtype
         self._tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else None
+        self._kernels = operations.kernels if isinstance(operations, CompiledOperations) else None
+        self._workspace = Workspace()
 
     @torch.inference_mode()
-    def fuse(self, layer: nn.Module, attention: nn.Module, spec: LayerSpec) -> FusedLayer:
+    def fuse(
+        self, layer: nn.Module, attention: nn.Module, spec: LayerSpec
+    ) -> FusedLayer | OneCallLayer:
         """Raises `NotFusable` if the fused layer cannot be built or computes something else."""
         call = self._probe.calls.get(spec.index)
         if call is None or layer not in self._probe.runs:
@@ -173,7 +179,12 @@ class _LayerFuser:
             fused = FusedLayer(parts, self._operations, self.make_linear, rotation)
             self._compare(layer, parts, fused, self._tolerance)
             self.release(parts.linears)
-        return fused
+        if self._kernels is None:
+            return fused
+        return (
+            as_one_call(fused, parts, rotation, kernels=self._kernels, workspace=self._workspace)
+            or fused
+        )
 
     def _read_norm(self, module: nn.Module, name: str) -> Norm:
         return read_norm(module, name, self._dtype, self._operations.norm)

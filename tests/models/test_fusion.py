@@ -1,15 +1,20 @@
 """Layers fused over compiled kernels compute what the originals do, and replace nothing else."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import LinearMode
 from torch import Tensor
 
+from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.models.fusion import FusionReport, fuse_layers
 from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.packed_step import NotingBackend
 from tests.cpu_variants import each_variant
 from tests.models.test_families import PagedRow, run_step, wrapped
 
@@ -26,7 +31,9 @@ BLOCK_SIZE = 4
 STEPS = ((30, 7, 0), (1, 5, 9), (1, 1, 0), (8, 10, 0))
 
 
-def logits(model: HFModel, make_backend: type | None = None, **options: object) -> list[Tensor]:
+def logits(
+    model: HFModel, make_backend: Callable[..., AttentionBackend] | None = None, **options: object
+) -> list[Tensor]:
     """Logits of three rows, computed in mixed steps from an empty cache."""
     generator = torch.Generator().manual_seed(5)
     blocks = torch.randperm(33, generator=generator).split(11)
@@ -81,6 +88,30 @@ def test_weights_of_eight_bits_come_close(kernels: CPUKernels) -> None:
     assert report.num_fused == 3 and report.linear_kinds == {"int8": 13}
     for actual, exact in zip(logits(model), expected, strict=True):
         assert (actual - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
+
+
+@each_variant
+@pytest.mark.parametrize("mode", ["deterministic", "w8a16"])
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3", "gemma2_softcap", "gemma3"])
+def test_one_call_a_layer_gives_the_bits_of_one_call_a_step(
+    kernels: CPUKernels, name: str, mode: LinearMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_steps(*args: Any, **options: Any) -> NotingBackend:
+        return NotingBackend(CPUAttentionBackend(*args, **options))
+
+    calls: list[object] = []
+
+    def counted(arguments: object, call: Any = kernels.decoder_layer) -> None:
+        calls.append(arguments)
+        call(arguments)
+
+    monkeypatch.setattr(kernels, "decoder_layer", counted)
+    model, report = fused(name, kernels, mode)
+    expected = logits(model, in_steps, kernels=kernels)
+    assert not calls
+    actual = logits(model, CPUAttentionBackend, kernels=kernels)
+    assert len(calls) == len(STEPS) * report.num_layers
+    assert all(map(torch.equal, actual, expected))
 
 
 @each_variant
