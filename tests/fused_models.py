@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,10 @@ from tests.tiny_models import CONFIGS, model_of, tiny_model
 HALF = (torch.bfloat16, torch.float16)
 EVERY_DTYPE = (torch.float32, *HALF)
 
-_ROW_LENGTHS = (40, 23, 9)
-_STEPS = [(30, 7, 0), (1, 5, 9), (1, 1, 0), (8, 10, 0)]
+Steps = Sequence[tuple[int, ...]]
+"""How many tokens of each row every step takes."""
+LONG_STEPS: Steps = ((30, 7, 0), (1, 5, 9), (1, 1, 0), (8, 10, 0))
+SHORT_STEPS: Steps = ((8, 0), (1, 3), (2, 1))
 
 
 def tiny(name: str, *, dtype: torch.dtype = torch.float32) -> HFModel:
@@ -30,18 +34,24 @@ def tiny(name: str, *, dtype: torch.dtype = torch.float32) -> HFModel:
     return HFModel(model, max_model_len=100, eos_token_ids=frozenset(), generation_defaults={})
 
 
-def fused_as_exactly(name: str, dtype: torch.dtype, operations: LayerOperations) -> FusionReport:
+def fused_as_exactly(
+    name: str, dtype: torch.dtype, operations: LayerOperations, *, steps: Steps = LONG_STEPS
+) -> FusionReport:
     """Fuse a tiny model and assert that its logits are as exact as transformers' own.
 
     In float32 they are the same; in half precision they are as far from those of the same weights
     in float32 as transformers' are.
     """
     model = tiny(name, dtype=dtype)
-    rows = _rows(model)
+    generator = torch.Generator().manual_seed(5)
+    rows = [
+        torch.randint(model.vocab_size, (sum(lengths),), generator=generator)
+        for lengths in zip(*steps, strict=True)
+    ]
     own = [model.eager_logits(row, torch.arange(len(row))) for row in rows]
     weights = {key: weight.clone() for key, weight in model.module.state_dict().items()}
     report = fuse_layers(model, operations=operations)
-    fused = packed_logits(model, rows, _STEPS, block_size=4)
+    fused = packed_logits(model, rows, list(steps), block_size=4)
     if dtype == torch.float32:
         for actual, expected in zip(fused, own, strict=True):
             scale = max(expected.abs().max().item(), 1.0)
@@ -52,13 +62,6 @@ def fused_as_exactly(name: str, dtype: torch.dtype, operations: LayerOperations)
     exact = [exact_model.eager_logits(row, torch.arange(len(row))) for row in rows]
     assert 0.0 < _error(fused, exact) <= 1.25 * _error(own, exact)
     return report
-
-
-def _rows(model: HFModel) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        torch.randint(model.vocab_size, (length,), generator=generator) for length in _ROW_LENGTHS
-    ]
 
 
 def _error(logits: list[Tensor], exact: list[Tensor]) -> float:

@@ -108,7 +108,7 @@ def _rows(states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """
     dim = states.shape[-1]
     if states.is_contiguous() or states.stride(-1) != 1:
-        return states.reshape(-1, dim), output.view(-1, dim)
+        return states.contiguous().view(-1, dim), output.view(-1, dim)
     while states.dim() > 2 and states.shape[0] == 1:
         states, output = states[0], output[0]
     if states.dim() > 3:

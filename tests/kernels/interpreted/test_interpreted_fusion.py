@@ -16,7 +16,7 @@ from cbatch_cli.models.fusion import FusionReport, fuse_layers
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.step_observation import observe_step
 from cbatch_cli.request import Request, RequestKey, SamplingParams
-from tests.fused_models import EVERY_DTYPE, HALF, fused_as_exactly, tiny
+from tests.fused_models import EVERY_DTYPE, HALF, SHORT_STEPS, fused_as_exactly, tiny
 from tests.tiny_models import VOCAB_SIZE
 
 
@@ -26,21 +26,26 @@ def assert_whole(report: FusionReport) -> None:
     assert report.parts["norms"].num_fused == 1
 
 
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+# glm rotates neighbours in pairs, a part of each head; smollm3 has a layer that does not rotate.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("llama", dtype) for dtype in EVERY_DTYPE),
+        *(("gemma3", dtype) for dtype in EVERY_DTYPE),
+        ("qwen3", torch.bfloat16),
+        ("phi3", torch.bfloat16),
+        ("glm", torch.float32),
+        ("smollm3", torch.float32),
+    ],
+)
 def test_layers_are_as_exact_as_the_originals(name: str, dtype: torch.dtype) -> None:
-    assert_whole(fused_as_exactly(name, dtype, TritonOperations()))
+    assert_whole(fused_as_exactly(name, dtype, TritonOperations(), steps=SHORT_STEPS))
 
 
-@pytest.mark.parametrize("name", ["glm", "smollm3"])
-def test_other_rotations(name: str) -> None:
-    assert_whole(fused_as_exactly(name, torch.float32, TritonOperations()))
-
-
-@pytest.mark.parametrize("name", ["olmo2", "qwen3_moe", "deepseek_v3_unequal_dims"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3_unequal_dims"])
 def test_parts(name: str) -> None:
     """Norms of heads that are part of longer rows among them."""
-    report = fused_as_exactly(name, torch.float32, TritonOperations())
+    report = fused_as_exactly(name, torch.float32, TritonOperations(), steps=SHORT_STEPS)
     assert report.num_fused == 0 and report.parts["norms"].num_fused == 13
     assert not any(part.reasons for part in report.parts.values())
 
@@ -69,24 +74,22 @@ class Flipped(TritonOperations):
         return super().norm(dataclasses.replace(norm, rounds_before_weight=is_flipped))
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", HALF[0]), ("gemma3", HALF[1])])
 def test_the_wrong_casting_order_is_refused(name: str, dtype: torch.dtype) -> None:
     report = fuse_layers(tiny(name, dtype=dtype), operations=Flipped())
     assert report.num_fused == 0 and report.parts["norms"].num_fused == 0
     assert all("rounded otherwise" in reason for reason in report.reasons)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "most"), [("llama", 9), ("qwen3", 11), ("gemma3", 13)])
-def test_operations_per_layer(name: str, most: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "number"), [("llama", 9), ("qwen3", 11), ("gemma3", 13)])
+def test_operations_per_layer(name: str, number: int) -> None:
     """Beside attention, which takes two to four."""
-    model = tiny(name, dtype=dtype)
+    model = tiny(name)
     model.attention_backend = "triton"
     assert fuse_layers(model).operations == "triton"
     step = observe_step(model, None)
     both = zip(step.operations_per_layer, step.attention_operations, strict=True)
-    assert {total - of_attention for total, of_attention in both} == {most}
+    assert {total - of_attention for total, of_attention in both} == {number}
     assert set(step.attention_operations) == {4}
     assert step.operations[0]["cbatch::rope"] == 1
 
@@ -99,9 +102,9 @@ def generate(model: HFModel) -> dict[int, tuple[int, ...]]:
             prompt_token_ids=tuple(
                 torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
             ),
-            params=SamplingParams(max_tokens=6, ignore_eos=True),
+            params=SamplingParams(max_tokens=4, ignore_eos=True),
         )
-        for row, length in enumerate((1, 19, 40))
+        for row, length in enumerate((1, 7, 19))
     ]
     config = EngineConfig(
         device="cpu", block_size=16, num_kv_blocks=24, max_num_seqs=3, max_num_batched_tokens=24
@@ -112,13 +115,12 @@ def generate(model: HFModel) -> dict[int, tuple[int, ...]]:
     return {row: tuple(output.token_ids) for row, output in outputs.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_engine_makes_the_same_tokens(name: str) -> None:
-    expected = generate(tiny(name))
-    on_torch = tiny(name)
+def test_the_engine_makes_the_same_tokens() -> None:
+    expected = generate(tiny("gemma3"))
+    on_torch = tiny("gemma3")
     assert fuse_layers(on_torch).operations == "torch"
     assert generate(on_torch) == expected
-    on_triton = tiny(name)
+    on_triton = tiny("gemma3")
     on_triton.attention_backend = "triton"
     assert fuse_layers(on_triton).operations == "triton"
     assert generate(on_triton) == expected
