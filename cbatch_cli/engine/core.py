@@ -7,8 +7,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
-from cbatch_cli.engine.client import ModelRunner, TokenListener
+from cbatch_cli.engine.client import (
+    LaunchedStep,
+    ModelRunner,
+    OneByOne,
+    OverlappingRunner,
+    TokenListener,
+)
 from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.stats import EngineStats
@@ -41,13 +49,17 @@ class EngineCore:
     One thread runs `generate`; `submit` and `finish` may be called from any. A request that cannot
     run comes back as an output with an error, also one with ids beyond `vocab_size`. A step longer
     than `step_timeout_s` ends the process.
+
+    With a runner that overlaps, the next step is scheduled and launched before the ids of the one
+    that runs are known: a sequence is found to have ended one step late, and what was sampled for
+    it meanwhile is dropped.
     """
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: ModelRunner | OverlappingRunner,
         token_listener: TokenListener | None = None,
         step_timeout_s: float = math.inf,
         vocab_size: int | None = None,
@@ -60,7 +72,10 @@ class EngineCore:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        self._runner = runner
+        self._runner: OverlappingRunner = (
+            runner if isinstance(runner, OverlappingRunner) else OneByOne(runner)
+        )
+        self._in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
         self._window = 2 * scheduler.max_num_seqs
         """Requests pulled ahead of admission: enough to fill every slot anew."""
         self._inbox: deque[Request] = deque()
@@ -73,7 +88,7 @@ class EngineCore:
         self._is_stopping = False
         self._token_limit = TokenLimit(scheduler)
         self._step_started_at: float | None = None
-        """Monotonic time at which the step that runs was handed to the runner."""
+        """Monotonic time since which the runner has been launching or collecting a step."""
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -139,9 +154,10 @@ class EngineCore:
         while True:
             yield from self._take_in()
             if self._is_stopping:
+                yield from self._collect_all()
                 yield from self._cancel_all()
                 return
-            if self.scheduler.has_unfinished:
+            if self.scheduler.has_unfinished or self._in_flight:
                 yield from self._step()
                 continue
             with self._changed:
@@ -157,6 +173,7 @@ class EngineCore:
     def _cancel_all(self) -> Iterator[RequestOutput]:
         self._close_input()
         deque(self._take_in(), maxlen=0)
+        self._abandon()
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             ended = self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
             if ended is not None:
@@ -241,39 +258,85 @@ class EngineCore:
         with stats.phase("schedule"):
             step = scheduler.schedule()
         if step is None:
-            self._wait_for_admission()
+            if self._in_flight:
+                yield from self._collect()
+            else:
+                self._wait_for_admission()
             return
         with self._changed:
             self._changed.notify_all()  # admission made room in the window
         stats.start_step(step, kv_cache_usage=scheduler.blocks.usage)
         try:
-            self._step_started_at = time.monotonic()
-            sampled = self._runner.execute(step, stats)
+            with self._watched():
+                launched = self._runner.launch(step, stats)
         except DeviceMemoryError as error:
             yield from self._retry_smaller(step, error)
             return
         except BaseException as error:
-            scheduler.abandon(step)  # what runs next must not wait for this step
-            if isinstance(error, CBatchError) or not isinstance(error, Exception):
-                raise
-            raise EngineError(f"step {step.step_id} failed: {error}") from error
-        finally:
-            self._step_started_at = None
+            self._fail(step, error)
+        self._in_flight.append((step, launched))
+        while len(self._in_flight) > self._runner.lag:
+            yield from self._collect()
+
+    def _collect(self) -> Iterator[RequestOutput]:
+        """Take in what the oldest step in flight has sampled."""
+        stats, scheduler = self.stats, self.scheduler
+        step, launched = self._in_flight[0]
+        try:
+            with self._watched():
+                sampled = launched.collect(stats)
+        except DeviceMemoryError as error:
+            self._in_flight.clear()
+            yield from self._retry_smaller(step, error)
+            return
+        except BaseException as error:
+            self._fail(step, error)
+        self._in_flight.popleft()
         self._token_limit.step_succeeded()
         with stats.phase("update"):
+            num_surplus = scheduler.num_surplus_tokens
             ended = scheduler.update(sampled)
+            num_surplus = scheduler.num_surplus_tokens - num_surplus
             stats.num_preemptions = scheduler.num_preemptions
             stats.num_recomputed_tokens = scheduler.num_recomputed_tokens
-            stats.end_step(num_sampled=sum(map(len, sampled.token_ids.values())))
+            stats.end_step(num_sampled=sum(map(len, sampled.token_ids.values())) - num_surplus)
             self._tell_listener(sampled)
         for sequence in ended:
             yield self._hand_out(sequence)
+
+    def _collect_all(self) -> Iterator[RequestOutput]:
+        while self._in_flight:
+            yield from self._collect()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have the watchdog count the time of a block that may wait for the device."""
+        self._step_started_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_started_at = None
+
+    def _fail(self, step: SchedulerOutput, error: BaseException) -> NoReturn:
+        self._abandon()
+        if isinstance(error, CBatchError) or not isinstance(error, Exception):
+            raise error
+        raise EngineError(f"step {step.step_id} failed: {error}") from error
+
+    def _abandon(self) -> None:
+        """Give the steps in flight up: what runs next must not wait for them."""
+        self._in_flight.clear()
+        if self.scheduler.num_in_flight:
+            self.scheduler.abandon()
 
     def _retry_smaller(
         self, step: SchedulerOutput, error: DeviceMemoryError
     ) -> Iterator[RequestOutput]:
         """Take a step back that did not fit; a sequence for which no step is small enough fails."""
-        self.scheduler.abandon(step)
+        yield from self._collect_all()
+        if not self.scheduler.num_in_flight:
+            return  # a step before this one did not fit either, and both were taken back
+        self._abandon()
         if step.num_tokens > 1:
             self._token_limit.step_failed(step.num_tokens)
             return
