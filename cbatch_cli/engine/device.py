@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,12 +101,8 @@ class CudaGraphCapture:
         """Do `work` twice: kernels are compiled, then torch refuses whatever waits."""
         with self._on_stream():
             work()
-            mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with refuse_waiting():
                 work()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `work`; its intermediate results come from the pool of all graphs."""
@@ -134,6 +131,20 @@ class CudaGraphCapture:
                     yield
             finally:
                 current.wait_stream(self._stream)
+
+
+@contextlib.contextmanager
+def refuse_waiting() -> Iterator[None]:
+    """Have what waits for a CUDA device raise `RuntimeError`, as far as torch knows of it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # Torch says that it does not know of all that waits.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def cuda_peak_bytes(device: torch.device, work: Callable[[], None]) -> int:

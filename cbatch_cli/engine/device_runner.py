@@ -34,6 +34,8 @@ from cbatch_cli.engine.step_layout import (
 )
 
 _FIRST_EXTRA_BYTES = 1 << 16
+_TABLE_ALIGNMENT = 16
+"""Rows of block tables are multiples of this, since Triton compiles anew for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +118,7 @@ class DeviceModelRunner:
         self._sampler = sampler
         self._queue = queue
         self._block_size = block_size
-        table_shape = (num_kv_groups, num_slots, max_blocks_per_sequence)
+        table_shape = (num_kv_groups, num_slots, _aligned(max_blocks_per_sequence))
         self._host_tables = np.zeros(table_shape, dtype=np.int32)
         self._tables = torch.zeros(table_shape, dtype=torch.int32, device=model.device)
         num_turns = lag + 1
@@ -272,7 +274,7 @@ class DeviceModelRunner:
 
     def _forward(self, inputs: dict[str, Tensor], shape: _Shape) -> Tensor:
         """Logits of the sequences that sample."""
-        max_blocks = -(-shape.max_seq_len // self._block_size)
+        max_blocks = _aligned(-(-shape.max_seq_len // self._block_size))
         block_tables = self._tables[:, :, :max_blocks].index_select(1, inputs["slots"])
         self._backend.begin_step(
             metadata_of_groups(
@@ -292,6 +294,10 @@ class DeviceModelRunner:
         return self._model.forward(
             torch.where(given < 0, last, given), inputs["positions"], inputs["sample_indices"]
         )
+
+
+def _aligned(num_blocks: int) -> int:
+    return -(-num_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
 
 
 def _nothing() -> None:

@@ -276,3 +276,5 @@ def test_tables_hold_the_blocks_of_every_group() -> None:
     run(core, requests_of(MIXED_PARAMS))
     assert np.array_equal(runner._tables.numpy(), runner._host_tables)
     assert runner._host_tables.any(axis=(1, 2)).all()
+    # 96 positions in blocks of 4; rows of other widths would have kernels compiled anew.
+    assert runner._host_tables.shape == (len(core.scheduler.blocks.windows), 4, 32)

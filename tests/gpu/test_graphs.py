@@ -13,6 +13,7 @@ from torch import Tensor
 from cbatch_cli.assembly import build_core
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.core import EngineCore
+from cbatch_cli.engine.device import refuse_waiting
 from cbatch_cli.engine.device_runner import DeviceModelRunner
 from cbatch_cli.engine_setup import EngineLimits
 from cbatch_cli.errors import UsageError
@@ -147,11 +148,8 @@ def test_many_rows_in_flight_have_the_ids_of_few() -> None:
 def test_nothing_waits_for_the_device(cuda_graphs: bool) -> None:
     core, _, _ = build(on_gpu("llama"), cuda_graphs=cuda_graphs)
     generate(core, requests())  # kernels are compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refuse_waiting():
         generate(core, requests())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_profiler_sees_no_synchronisation_of_streams() -> None:
