@@ -193,6 +193,9 @@ class Scheduler:
         """Raise `AssertionError` unless blocks, slots and queues agree with each other."""
         retiring = [s for group in self._retiring.values() for s in group]
         self.blocks.check_integrity([*self.running, *retiring])
+        assert self._retiring.keys() <= self._in_flight.keys(), (
+            "blocks wait for a step that is not in flight"
+        )
         slots = [s.slot for s in self.running] + self._free_slots
         assert len(slots) == self.max_num_seqs and set(slots) == set(range(self.max_num_seqs)), (
             f"slots lost or shared: {slots}"

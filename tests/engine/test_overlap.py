@@ -292,6 +292,34 @@ def test_a_step_that_does_not_fit_beside_one_in_flight_is_tried_in_pieces(at_lau
 
 
 @pytest.mark.parametrize("at_launch", [True, False])
+def test_a_step_that_fails_after_a_row_of_it_has_ended_gives_its_blocks_back(
+    at_launch: bool,
+) -> None:
+    given = [make_request(row, [row, 1], max_tokens=20, ignore_eos=True) for row in range(3)]
+    whole = expected_output(given[0], max_sequence_tokens=256)
+    stop = next(i for i, token_id in enumerate(whole) if token_id not in whole[:i] and i > 3)
+    given[0] = make_request(0, [0, 1], max_tokens=20, stop_token_ids=(whole[stop],))
+    failed = 0
+
+    def fails(step: SchedulerOutput) -> bool:
+        """The step that computes the surplus token of the first row does, once."""
+        nonlocal failed
+        is_surplus = any(s.key.row == 0 and s.start == 2 + stop for s in step.scheduled)
+        failed += is_surplus
+        return is_surplus and failed == 1
+
+    failing = make_failing(fails, DeviceMemoryError("too big"), at_launch=at_launch)
+    core = late_core(runner=failing, num_blocks=24)
+    outputs = by_row(core.generate(given))
+    assert failed == 1
+    assert outputs[0].token_ids == whole[: stop + 1]
+    for request in given[1:]:
+        expected = expected_output(request, max_sequence_tokens=core.max_sequence_tokens)
+        assert outputs[request.key.row].token_ids == expected
+    assert is_at_rest(core)
+
+
+@pytest.mark.parametrize("at_launch", [True, False])
 def test_a_row_for_which_no_step_is_small_enough_fails_alone(at_launch: bool) -> None:
     failing = make_failing(
         lambda step: any(s.key.row == 2 and s.start + s.num_tokens > 9 for s in step.scheduled),
