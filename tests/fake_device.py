@@ -164,6 +164,15 @@ WAITING = {
 """Operations that wait for a device."""
 
 
+class RefuseWaiting(TorchDispatchMode):
+    """Raises for operations that would wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITING:
+            raise RuntimeError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
 class RecordedGraph(TorchDispatchMode):
     """Every operation of some work, with the tensors that it was given; no Python is run again."""
 

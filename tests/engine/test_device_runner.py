@@ -24,7 +24,13 @@ from cbatch_cli.engine.step import SchedulerOutput
 from cbatch_cli.errors import EngineError, RowErrorType
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.request import Request, RequestKey, RequestOutput, SamplingParams
-from tests.fake_device import LateQueue, device_core, runner_of
+from tests.fake_device import (
+    LateQueue,
+    PlainSampling,
+    RefuseWaiting,
+    device_core,
+    runner_of,
+)
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 EOS = frozenset({7, 19, 80, 131, 200, 257})
@@ -99,7 +105,7 @@ def test_greedy_ids_are_those_of_the_engine_on_the_host(name: str) -> None:
     assert core.scheduler.num_surplus_tokens > 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     params=st.lists(st.sampled_from(MIXED_PARAMS), min_size=1, max_size=9),
     name=st.sampled_from(NAMES),
@@ -268,6 +274,46 @@ def test_a_step_in_which_nobody_samples() -> None:
     config = EngineConfig(block_size=4, num_kv_blocks=64, max_num_batched_tokens=16)
     expected = ids(run(build_core(wrapped("llama"), config)[0], [long]))
     assert ids(run(device_core(wrapped("llama"), queue=LateQueue()), [long])) == expected
+
+
+class TensorSampling(PlainSampling):
+    """Draws nothing, and reads nothing back."""
+
+    def filter_thresholds(
+        self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, thresholds: Tensor
+    ) -> None:
+        thresholds.copy_(logits.amax(dim=-1) + min_p.clamp_min(1e-3).log())
+
+    def gumbel_argmax(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        thresholds: Tensor,
+        token_ids: Tensor,
+        **identity: Tensor,
+    ) -> None:
+        token_ids.copy_(logits.argmax(dim=-1))
+
+
+def test_nothing_of_a_step_waits_for_the_device() -> None:
+    # Prompts of one token, since the attention of chunks here does wait.
+    requests = [
+        Request(key=RequestKey(row), prompt_token_ids=(row + 1,), params=params)
+        for row, params in enumerate(MIXED_PARAMS)
+    ]
+    queue = LateQueue()
+    core = device_core(wrapped("llama"), queue=queue, kernels=TensorSampling())
+    do_next = queue.do_next
+
+    def watched() -> None:
+        with RefuseWaiting():
+            do_next()
+
+    queue.do_next = watched  # type: ignore[method-assign]
+    outputs = ids(run(core, requests))
+    assert sum(map(len, outputs.values())) > 30
+    with pytest.raises(RuntimeError, match="waits for the device"), RefuseWaiting():
+        torch.zeros(1).item()
 
 
 def test_tables_hold_the_blocks_of_every_group() -> None:
