@@ -7,7 +7,8 @@ flight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 from cbatch_cli.assembly import build_core
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.core import EngineCore
+from cbatch_cli.engine.input_buffer import Packet
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput
 from cbatch_cli.errors import EngineError, RowErrorType
@@ -26,6 +28,7 @@ from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.request import Request, RequestKey, RequestOutput, SamplingParams
 from tests.fake_device import (
     LateQueue,
+    LateTicket,
     PlainSampling,
     RefuseWaiting,
     device_core,
@@ -229,6 +232,15 @@ def test_an_error_of_the_device_ends_the_run_and_the_engine_can_be_used_again() 
     requests = requests_of([DRAWN] * 5)
     expected = ids(run(device_core(wrapped("llama"), queue=LateQueue()), requests))
     core, model = treacherous_core()
+    runner = runner_of(core)
+    fill = runner._inputs.fill
+
+    def watched(arrays: Mapping[str, Any], turn: int) -> Packet:
+        last_use = runner._last_use[turn]
+        assert not isinstance(last_use, LateTicket) or last_use.is_done, "it is still needed"
+        return fill(arrays, turn)
+
+    runner._inputs.fill = watched  # type: ignore[method-assign]
     model.error_at = {5: RuntimeError("an illegal memory access was encountered")}
     with pytest.raises(EngineError, match="step 5 failed: an illegal memory access"):
         run(core, requests)
