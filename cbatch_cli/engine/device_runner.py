@@ -85,8 +85,7 @@ class _LaunchedStep:
         """Wait for the step. Raises `DeviceMemoryError` where it did not fit into memory."""
         with memory_errors(), stats.phase("wait"):
             stats.device_s += self.ticket.wait()
-        # Copied: the memory belongs to the next step but one.
-        token_ids = self.sampled.numpy().copy()
+        token_ids = self.sampled.numpy()
         sampled = SampledTokens(token_ids=token_ids, is_broken=token_ids < 0)
         return step_output(self.step, sampled)
 

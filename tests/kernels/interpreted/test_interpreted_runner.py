@@ -94,7 +94,7 @@ def generate(core: EngineCore, requests: list[Request]) -> dict[int, tuple[int, 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_recorded_steps_with_dummy_rows_make_the_same_tokens(name: str) -> None:
-    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (7, 4, 5)]
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 2, 3)]
     config = EngineConfig(
         device="cpu", block_size=16, num_kv_blocks=60, max_num_seqs=3, max_num_batched_tokens=24
     )
@@ -103,12 +103,12 @@ def test_recorded_steps_with_dummy_rows_make_the_same_tokens(name: str) -> None:
     core = triton_core(wrapped(name), lag=1, sizes=(3,))
     assert generate(core, requests_of(*lengths)) == expected
     graphs = runner_of(core)._graphs
-    assert graphs is not None and graphs._graphs[3].num_replays >= 4  # type: ignore[attr-defined]
+    assert graphs is not None and graphs._graphs[3].num_replays >= 2  # type: ignore[attr-defined]
 
 
 def test_drawn_tokens_are_the_same_late_recorded_or_not() -> None:
     params = (
-        SamplingParams(max_tokens=4, temperature=1.0, min_tokens=3),
+        SamplingParams(max_tokens=3, temperature=1.0, min_tokens=3),
         SamplingParams(max_tokens=3, temperature=0.7, top_k=9, top_p=0.9),
         SamplingParams(max_tokens=3, ignore_eos=True),
     )
