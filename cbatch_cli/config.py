@@ -76,6 +76,10 @@ class EngineConfig:
     """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
     deterministic: bool | None = None
     """A row's logits have the same bits whatever runs beside it; None: where that costs nothing."""
+    overlap: bool | None = None
+    """Launch a step while the one before it runs on the GPU; None: where a GPU can."""
+    cuda_graphs: bool | None = None
+    """Record the steps in which everybody decodes and replay them; None: where that works."""
     scheduler: SchedulerName = "continuous"
     prefix_caching: bool = True
     seed: int = 0
