@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.client import EngineClient
-from cbatch_cli.engine_setup import Log, build_core, print_nothing
+from cbatch_cli.engine_setup import Log, build_core, dtype_name, print_nothing, resolve_kv_dtype
 from cbatch_cli.errors import UsageError
 from cbatch_cli.request import SamplingParams, check_stop_token_ids
 
@@ -92,8 +92,9 @@ class LoadedModel:
                 "model": self.files.name,
                 "commit": self.files.commit,
                 "vocab_size": self.model.vocab_size,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self.model.dtype),
                 "device": str(self.model.device),
+                "kv_cache_dtype": dtype_name(resolve_kv_dtype(self.model, config)),
                 "scheduler": config.scheduler,
                 "prefix_caching": config.prefix_caching,
                 "seed": config.seed,
@@ -151,6 +152,7 @@ def load_for_engines(
         attention_backend=config.attention_backend,
         trust_remote_code=config.trust_remote_code,
     )
+    resolve_kv_dtype(model, config)  # a dtype that cannot be kept here is told before the work
     if before_fusion is not None:
         before_fusion(model)
     fusion = _fuse(model, config, log, kernels)

@@ -12,6 +12,7 @@ from cbatch_cli.config import (
     AttentionBackendChoice,
     DtypeName,
     InputFormat,
+    KVCacheDtypeName,
     OnError,
     ProgressName,
     QuantizationName,
@@ -178,6 +179,16 @@ KVCacheMemory = Annotated[
         "--kv-cache-memory",
         "SIZE",
         "Memory for keys and values: 4GiB, 512MB or bytes. A share of what is free without it.",
+    ),
+]
+KVCacheDtype = Annotated[
+    KVCacheDtypeName | None,
+    option(
+        "Engine",
+        "--kv-cache-dtype",
+        choices(KVCacheDtypeName),
+        "Type that keys and values are kept in: a smaller one holds more rows, and answers differ "
+        "a little. auto is that of the weights.",
     ),
 ]
 GPUMemoryUtilization = Annotated[

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch_cli.assembly import Log, load_for_engines, print_nothing
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.memory import available_memory
+from cbatch_cli.engine_setup import dtype_name, resolve_kv_dtype
 
 if TYPE_CHECKING:
     from cbatch_kernels.cpu_library import CPUKernels
@@ -78,7 +79,7 @@ def model_facts(
         "attention_backend": model.attention_backend,
         "attention_layers": _layer_groups(loaded, before[0]),
         "fusion": None if loaded.fusion is None else loaded.fusion.as_dict(),
-        "kv_cache": _kv_facts(model),
+        "kv_cache": _kv_facts(model, config),
         "load_s": round(loaded.load_s, 2),
     }
     if with_operations:
@@ -144,13 +145,15 @@ def _layer_groups(loaded: LoadedModel, observation: StepObservation) -> list[dic
     return groups
 
 
-def _kv_facts(model: HFModel) -> dict[str, Any]:
+def _kv_facts(model: HFModel, config: EngineConfig) -> dict[str, Any]:
     """What a token of a long sequence takes, windows kept only and everything kept."""
     from cbatch_cli.engine.kv_cache import kv_cost
 
     context_len = min(_LONG_CONTEXT, model.max_model_len)
-    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=model.dtype)
+    dtype = resolve_kv_dtype(model, config)
+    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=dtype)
     return {
+        "dtype": dtype_name(dtype),
         "context_len": context_len,
         "bytes_per_token": round(cost.bytes_per_token),
         "uniform_bytes_per_token": round(cost.uniform_bytes_per_token),
@@ -159,7 +162,7 @@ def _kv_facts(model: HFModel) -> dict[str, Any]:
 
 def _kv_line(facts: Mapping[str, Any]) -> str:
     kept, uniform = facts["bytes_per_token"], facts["uniform_bytes_per_token"]
-    line = f"{kept:,} bytes per token at a length of {facts['context_len']:,}"
+    line = f"{facts['dtype']}, {kept:,} bytes per token at a length of {facts['context_len']:,}"
     return line if kept == uniform else f"{line}; {uniform:,} without windows"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from cbatch_cli.engine.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
 
+    from cbatch_cli.attention.metadata import KVScales
     from cbatch_cli.engine.kv_groups import KVGroups
     from cbatch_cli.models.hf_model import HFModel
 
@@ -56,12 +57,13 @@ def build_core(
 
     model.unbind()  # the KV cache of an engine built before it would take the new one's memory
     groups = group_layers(model.layer_specs)
-    limits = _resolve_limits(config, model, groups, log=log)
+    kv_dtype = resolve_kv_dtype(model, config)
+    limits = _resolve_limits(config, model, groups, kv_dtype, log=log)
     cache = KVCache(
         groups,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        dtype=model.dtype,
+        dtype=kv_dtype,
         device=model.device,
     )
     backend = build_attention_backend(
@@ -72,6 +74,7 @@ def build_core(
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         deterministic=bool(config.deterministic),
+        kv_scales=_kv_scales(model, kv_dtype, log),
     )
     model.bind(backend, groups.layers)
     # A config may name ids that the model cannot give.
@@ -120,8 +123,38 @@ def build_core(
     return core, limits
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is called in options and reports, without the name of the library."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_kv_dtype(model: HFModel, config: EngineConfig) -> torch.dtype:
+    """What keys and values are kept in. Raises `UsageError` for what cannot be kept here."""
+    from cbatch_cli.attention.cache_dtype import choose_cache_dtype
+
+    return choose_cache_dtype(
+        config.kv_cache_dtype, model.attention_backend, dtype=model.dtype, device=model.device
+    )
+
+
+def _kv_scales(model: HFModel, kv_dtype: torch.dtype, log: Log) -> Mapping[int, KVScales]:
+    """By the layer's index, for a cache of eight bits; 1 where the checkpoint says nothing."""
+    from cbatch_cli.attention.cache_dtype import is_fp8, scales_for
+
+    if not is_fp8(kv_dtype):
+        return {}
+    scales = model.kv_scales
+    num_layers = len(model.layer_specs)
+    if len(scales) < num_layers:
+        log(
+            f"{num_layers - len(scales)} of {num_layers} layers keep keys and values of eight bits "
+            "with a scale of 1, for the checkpoint has none"
+        )
+    return scales_for(kv_dtype, scales)
+
+
 def _resolve_limits(
-    config: EngineConfig, model: HFModel, groups: KVGroups, *, log: Log
+    config: EngineConfig, model: HFModel, groups: KVGroups, kv_dtype: torch.dtype, *, log: Log
 ) -> EngineLimits:
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
@@ -134,7 +167,7 @@ def _resolve_limits(
     block_size = config.block_size or (16 if on_gpu else 64)
     num_blocks = config.num_kv_blocks or fit_num_blocks(
         memory=config.kv_cache_memory or _free_memory(config, model.device),
-        block_nbytes=block_bytes(groups, block_size=block_size, dtype=model.dtype),
+        block_nbytes=block_bytes(groups, block_size=block_size, dtype=kv_dtype),
         block_size=block_size,
         windows=groups.windows,
         max_num_seqs=max_num_seqs,

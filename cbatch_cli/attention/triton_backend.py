@@ -21,18 +21,10 @@ from cbatch_kernels.tiles import (
 )
 from torch import Tensor
 
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.metadata import AttentionMetadata, KVScales, LayerSpec
 
 _MAX_WORKSPACE_ELEMENTS = 1 << 26
 """Where more would be needed, decodes are launched a part at a time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVScales:
-    """What keys and values are divided by before an fp8 cache rounds them."""
-
-    k: float = 1.0
-    v: float = 1.0
 
 
 class TritonAttentionBackend:
