@@ -119,6 +119,7 @@ def run(
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
     block_size: opt.BlockSize = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
@@ -176,11 +177,14 @@ def bench(
     with_generate: bench_opt.WithGenerate = False,
     repeat: bench_opt.Repeat = REPEAT,
     seed: bench_opt.Seed = None,
+    suite: bench_opt.Suite = None,
+    json_file: bench_opt.JsonFile = None,
     model: opt.Model = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
     block_size: opt.BlockSize = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
@@ -201,6 +205,8 @@ def bench(
     """
 
     def action() -> int:
+        if suite is not None and (workload or num_prompts or schedulers or with_generate):
+            raise UsageError("--suite measures workloads of its own")
         config = build_bench_config(
             _settings(ctx),
             inputs=workload or (),
@@ -210,7 +216,9 @@ def bench(
             repeat=repeat,
             config_file=config_file,
         )
-        return cli_actions.run_bench(config, json_result=json_result, quiet=quiet)
+        return cli_actions.run_bench(
+            config, suite=suite, json_result=json_result, json_file=json_file, quiet=quiet
+        )
 
     return guarded(action, verbose=verbose)
 
@@ -271,6 +279,7 @@ def doctor(
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     attention_backend: opt.AttentionBackend = None,
     quantization: opt.Quantization = None,
     deterministic: opt.Deterministic = None,

@@ -38,7 +38,11 @@ OURS: dict[str, set[str]] = {
     "dry_run": {"config", "errors", "shard", "data"},
     "bench": {"", "errors", "request", "config", "engine", "text", "data"}
     | {"assembly", "generation", "bench"},
-    "bench/options": {"bench/config", "cli_help"},
+    "bench/options": {"bench/config", "bench/suite", "cli_help"},
+    "bench/suite": {"", "config", "errors"},
+    "bench/device_clock": set(),
+    "bench/gpu_suite": {"errors", "config", "attention", "engine", "models", "kernels", "bench"}
+    | {"assembly", "engine_setup"},
     "": {"api", "config", "request"},
 }
 SHELL = ("cli", "dry_run", "progress", "__main__")
@@ -51,6 +55,8 @@ HEAVY: dict[str, set[str]] = {
         "kernels",
         "engine_setup",
         "doctor",
+        "bench/device_clock",
+        "bench/gpu_suite",
         "engine/kv_cache",
         "engine/sampler",
         "engine/model_runner",
@@ -192,6 +198,7 @@ def loaded_by(statement: str, *, cwd: Path = ROOT) -> set[str]:
         "from cbatch_cli.cli import main; assert main(['run', '--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['run', 'a', '--dump-config']) == 0",
         "from cbatch_cli.cli import main; assert main(['doctor', '--help']) == 0",
+        "from cbatch_cli.cli import main; assert main(['bench', '--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['doctor', '--ops']) == 2",
     ],
 )
