@@ -273,6 +273,41 @@ def merge(
 
 
 @app.command(cls=SectionedCommand)
+def verify(
+    ctx: typer.Context,
+    output: output_opt.Target,
+    rows: output_opt.NumRows = 16,
+    seed: output_opt.DrawSeed = 0,
+    inputs: output_opt.VerifyInputs = None,
+    model: output_opt.VerifyModel = None,
+    device: output_opt.VerifyDevice = None,
+    attention_backend: output_opt.VerifyBackend = None,
+    as_json: output_opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Run some rows of a finished output again, in another batch, and compare the answers.
+
+    The settings are those in the output's metadata. Token ids are compared where they were kept,
+    else texts. Exit status 4 if a row differs.
+    """
+
+    def action() -> int:
+        changes = {"model": model, "device": device, "attention_backend": attention_backend}
+        return cli_actions.run_verify(
+            output,
+            num_rows=rows,
+            seed=seed,
+            inputs=inputs or (),
+            changes=changes,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+    return guarded(action, verbose=verbose)
+
+
+@app.command(cls=SectionedCommand)
 def doctor(
     ctx: typer.Context,
     model: doctor_opt.Model = None,

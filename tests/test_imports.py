@@ -34,6 +34,7 @@ OURS: dict[str, set[str]] = {
     "progress": {"metrics", "config", "summary"},
     "cli_help": {"config"},
     "cli_options": {"config", "cli_help"},
+    "cli_output_options": {"config", "cli_help"},
     "doctor_options": {"cli_help"},
     "dry_run": {"config", "errors", "shard", "data"},
     "bench": {"", "errors", "request", "config", "engine", "text", "data"}
