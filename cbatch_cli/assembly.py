@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
+    from cbatch_cli.models.batch_invariant import InvarianceReport
     from cbatch_cli.models.fusion import FusionReport
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
@@ -76,6 +77,8 @@ class LoadedModel:
     load_s: float
     trust_remote_code: bool
     fusion: FusionReport | None
+    invariance: InvarianceReport | None = None
+    """What `--deterministic` replaced on a GPU; on a CPU fused layers do what it asks for."""
 
     def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
         """An engine with a KV cache of its own; the one before it must not be used any more.
@@ -100,6 +103,7 @@ class LoadedModel:
                 "seed": config.seed,
                 "attention_backend": self.model.attention_backend,
                 "fusion": None if self.fusion is None else self.fusion.as_dict(),
+                "batch_invariant": None if self.invariance is None else self.invariance.as_dict(),
                 **dataclasses.asdict(limits),
             },
             load_s=self.load_s + time.monotonic() - start,
@@ -155,7 +159,8 @@ def load_for_engines(
     resolve_kv_dtype(model, config)  # a dtype that cannot be kept here is told before the work
     if before_fusion is not None:
         before_fusion(model)
-    fusion = _fuse(model, config, log, kernels)
+    invariance = _make_batch_invariant(model, config, log)
+    fusion = _fuse(model, config, log, kernels) if invariance is None else None
     return LoadedModel(
         files=files,
         model=model,
@@ -163,6 +168,7 @@ def load_for_engines(
         load_s=time.monotonic() - start,
         trust_remote_code=config.trust_remote_code,
         fusion=fusion,
+        invariance=invariance,
     )
 
 
@@ -173,6 +179,24 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
     for settings that do not fit it.
     """
     return load_for_engines(model_name, config, log).build_engine(config, log)
+
+
+def _make_batch_invariant(
+    model: HFModel, config: EngineConfig, log: Log
+) -> InvarianceReport | None:
+    """Where Triton runs, what `--deterministic` asks for; None where layers are to be fused."""
+    if not config.deterministic or model.attention_backend != "triton":
+        return None
+    if config.quantization != "none":
+        raise UsageError(f"--quantization {config.quantization} needs a float32 model on a CPU")
+    from cbatch_cli.models.batch_invariant import make_batch_invariant
+
+    report = make_batch_invariant(model)
+    log(
+        f"deterministic: {report.num_linears} linear layers and {report.num_norms} norms run on "
+        "kernels with fixed tiles, and no layer is fused"
+    )
+    return report
 
 
 def _fuse(
@@ -190,7 +214,8 @@ def _fuse(
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
     if not is_float32_on_cpu:
         if wanted is not None:
-            raise UsageError(f"{wanted} needs a float32 model on a CPU")
+            also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"
+            raise UsageError(f"{wanted} needs a float32 model on a CPU{also}")
         return None
     try:
         report = fuse_layers(model, mode=mode, kernels=kernels)

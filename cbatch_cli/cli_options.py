@@ -231,8 +231,9 @@ Deterministic = Annotated[
     flag(
         "Engine",
         "--deterministic/--no-deterministic",
-        "Give a row's logits the same bits whatever runs beside it: on a CPU, and done there "
-        "unless turned off, which lets a measurement at the start choose other products.",
+        "Give a row's logits the same bits whatever runs beside it. On a CPU that is so unless "
+        "turned off, which lets a measurement at the start choose other products; on a GPU it "
+        "takes slower kernels with fixed tiles.",
     ),
 ]
 Scheduler = Annotated[

@@ -78,7 +78,10 @@ class EngineConfig:
     quantization: QuantizationName = "none"
     """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
     deterministic: bool | None = None
-    """A row's logits have the same bits whatever runs beside it; None: where that costs nothing."""
+    """A row's logits have the same bits whatever runs beside it; None: where that costs nothing.
+
+    On a GPU products and norms run on kernels with fixed tiles.
+    """
     scheduler: SchedulerName = "continuous"
     prefix_caching: bool = True
     seed: int = 0

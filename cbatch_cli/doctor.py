@@ -79,6 +79,7 @@ def model_facts(
         "attention_backend": model.attention_backend,
         "attention_layers": _layer_groups(loaded, before[0]),
         "fusion": None if loaded.fusion is None else loaded.fusion.as_dict(),
+        "batch_invariant": None if loaded.invariance is None else loaded.invariance.as_dict(),
         "kv_cache": _kv_facts(model, config),
         "load_s": round(loaded.load_s, 2),
     }
@@ -202,7 +203,7 @@ def _model_lines(facts: Mapping[str, Any]) -> list[str]:
         "context": f"{facts['max_model_len']:,} tokens",
         "attention": facts["attention_backend"],
         **{_layer_names(group): _shape(group) for group in facts["attention_layers"]},
-        **_fusion_lines(facts["fusion"]),
+        **_fusion_lines(facts["fusion"], facts["batch_invariant"]),
         "KV cache": _kv_line(facts["kv_cache"]),
     }
     for when, counts in facts.get("operations", {}).items():
@@ -231,7 +232,12 @@ def _shape(group: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _fusion_lines(fusion: Mapping[str, Any] | None) -> dict[str, str]:
+def _fusion_lines(
+    fusion: Mapping[str, Any] | None, invariant: Mapping[str, int] | None
+) -> dict[str, str]:
+    if invariant is not None:
+        counts = f"{invariant['num_linears']} linear layers, {invariant['num_norms']} norms"
+        return {"fused": "nothing: --deterministic", "fixed tiles": counts}
     if fusion is None:
         return {"fused": "nothing: that needs a float32 model on a CPU and the CPU kernels"}
     reasons = [f"{count} not, since {why}" for why, count in fusion["reasons"].items()]

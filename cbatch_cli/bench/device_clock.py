@@ -44,12 +44,12 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     begin.record()
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _synchronize(device: torch.device) -> None:

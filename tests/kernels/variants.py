@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from cbatch_kernels.kv_store import store_kv
 from cbatch_kernels.layers import act_and_mul, rms_norm, rope
+from cbatch_kernels.matmul import linear
 from cbatch_kernels.paged_attention import paged_decode, paged_prefill
 from cbatch_kernels.sampling import filter_thresholds, gumbel_argmax, scale_logits
-from cbatch_kernels.tiles import DETERMINISTIC_SPLIT_SIZE, attention_tiles
+from cbatch_kernels.tiles import attention_tiles, matmul_tiles
 from torch import Tensor
 
 from tests.kernels.launches import Launch, record_launches
@@ -90,7 +91,7 @@ def attention_launches(variant: AttentionVariant, arch: str) -> list[Launch]:
             softcap=softcap,
             sinks=sinks,
         )
-        for splits, split_size in ((1, None), (num_splits, None), (1, DETERMINISTIC_SPLIT_SIZE)):
+        for splits, split_size in ((1, None), (num_splits, None), (1, 512)):
             num_partials = num_seqs * num_heads * splits
             paged_decode(
                 query(num_seqs),
@@ -144,6 +145,21 @@ def layer_launches(dtype: torch.dtype) -> list[Launch]:
         gate, up = wide.chunk(2, dim=1)
         act_and_mul(gate, up, _empty(512, 14336, dtype=dtype), activation="silu")
         act_and_mul(gate, up, _empty(512, 14336, dtype=dtype), activation="gelu_tanh")
+    return launches
+
+
+def linear_launches(dtype: torch.dtype, arch: str) -> list[Launch]:
+    """Products with and without bias, of rows that fill tiles and rows that do not."""
+    tiles = matmul_tiles(arch, dtype)
+    with record_launches() as launches:
+        for in_dim, bias in ((4096, None), (4096, _empty(6144, dtype=dtype)), (2888, None)):
+            linear(
+                _empty(500, in_dim, dtype=dtype),
+                _empty(6144, in_dim, dtype=dtype),
+                _empty(500, 6144, dtype=dtype),
+                bias=bias,
+                tiles=tiles,
+            )
     return launches
 
 
