@@ -36,6 +36,7 @@ __all__ = [
     "identify_model",
     "load_engine",
     "load_for_engines",
+    "optimise",
     "print_nothing",
     "resolve_sampling",
 ]
@@ -159,8 +160,7 @@ def load_for_engines(
     resolve_kv_dtype(model, config)  # a dtype that cannot be kept here is told before the work
     if before_fusion is not None:
         before_fusion(model)
-    invariance = _make_batch_invariant(model, config, log)
-    fusion = _fuse(model, config, log, kernels) if invariance is None else None
+    fusion, invariance = optimise(model, config, log, kernels)
     return LoadedModel(
         files=files,
         model=model,
@@ -170,6 +170,22 @@ def load_for_engines(
         fusion=fusion,
         invariance=invariance,
     )
+
+
+def optimise(
+    model: HFModel,
+    config: EngineConfig,
+    log: Log = print_nothing,
+    kernels: CPUKernels | None = None,
+) -> tuple[FusionReport | None, InvarianceReport | None]:
+    """Replace what runs faster, or as `config` promises, by code of our own; what that was.
+
+    Raises `UsageError` and `ModelError` where a promise cannot be kept.
+    """
+    invariance = _make_batch_invariant(model, config, log)
+    if invariance is not None:
+        return None, invariance
+    return _fuse(model, config, log, kernels), None
 
 
 def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:

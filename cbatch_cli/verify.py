@@ -207,7 +207,7 @@ def _run_again(
     seed: int,
 ) -> dict[int, RequestOutput]:
     """What the engine makes of the rows now, by the row's index."""
-    sampling = {
+    sampling: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in note["resolved"]["sampling"].items()
     }

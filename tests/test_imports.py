@@ -42,7 +42,9 @@ OURS: dict[str, set[str]] = {
     "bench/options": {"bench/config", "bench/suite", "cli_help"},
     "bench/suite": {"", "config", "errors"},
     "bench/device_clock": set(),
-    "bench/gpu_suite": {"errors", "config", "attention", "engine", "models", "kernels", "bench"}
+    "bench/gpu_suite": {"errors", "config", "bench", "models", "engine_setup"},
+    "bench/gpu_kernels": {"errors", "attention", "kernels", "bench"},
+    "bench/gpu_engine": {"errors", "config", "request", "engine", "models", "bench"}
     | {"assembly", "engine_setup"},
     "": {"api", "config", "request"},
 }
@@ -57,6 +59,8 @@ HEAVY: dict[str, set[str]] = {
         "engine_setup",
         "doctor",
         "bench/device_clock",
+        "bench/gpu_engine",
+        "bench/gpu_kernels",
         "bench/gpu_suite",
         "engine/kv_cache",
         "engine/sampler",
@@ -75,6 +79,7 @@ MODELLING = {
     "models/hf_model",
     "models/loading",
     "models/padded_generate",
+    "models/random_models",
 }
 """The files that know transformers' models: what a new version of it can break is in these."""
 

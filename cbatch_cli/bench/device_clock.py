@@ -8,21 +8,17 @@ from statistics import median
 
 import torch
 
-_MIN_RUNS, _MAX_RUNS = 5, 200
-_NUM_WARM_UPS = 3
+_NUM_ROUNDS = 5
 
 
-def seconds_of(run: Callable[[], object], device: torch.device, *, at_most_s: float = 1.0) -> float:
-    """The median time of `run` on the device, after runs that do not count.
+def seconds_of(run: Callable[[], object], device: torch.device, *, num_calls: int = 10) -> float:
+    """The time of one `run` on the device: the median of rounds of `num_calls` in a row.
 
-    It is run for about `at_most_s` seconds, or a few times if that takes longer.
+    In a row, so that a device does not wait for the host between calls.
     """
-    for _ in range(_NUM_WARM_UPS):
-        run()
-    _synchronize(device)
-    first = _timed(run, device)
-    num_runs = int(at_most_s / max(first, 1e-9))
-    return median(_timed(run, device) for _ in range(min(max(num_runs, _MIN_RUNS), _MAX_RUNS)))
+    _round(run, device, num_calls)  # what is compiled or set up once does not count
+    rounds = [_round(run, device, num_calls) for _ in range(_NUM_ROUNDS)]
+    return median(rounds) / num_calls
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -39,19 +35,17 @@ def matmul_rate(device: torch.device, size: int, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds_of(lambda: torch.mm(left, right, out=output), device)
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _round(run: Callable[[], object], device: torch.device, num_calls: int) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
-        run()
+        for _ in range(num_calls):
+            run()
         return time.perf_counter() - start
     begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.cuda.synchronize(device)
     begin.record()
-    run()
+    for _ in range(num_calls):
+        run()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
