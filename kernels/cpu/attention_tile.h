@@ -75,16 +75,20 @@ CBATCH_ONE_COPY void fold(const Partial& total, const Partial& part, int num_row
     }
 }
 
-// scores[row][key] of ROWS queries and kKeysAtOnce keys.
-template <int ROWS, class Element>
+// scores[row][key] of ROWS queries and kKeysAtOnce keys; fetches `next`, the rows needed after them,
+// unless there are none.
+template <int ROWS, bool FETCHES, class Element>
 CBATCH_INLINE void score(const float* query, int64_t dim, const Element* const* keys,
-                         float* scores) {
+                         const Element* const* next, float* scores) {
     Vec sums[ROWS][kKeysAtOnce] = {};
     int64_t i = 0;
     for (; i + kWidth <= dim; i += kWidth) {
         Vec key[kKeysAtOnce];
         CBATCH_UNROLL
-        for (int k = 0; k < kKeysAtOnce; ++k) key[k] = load(keys[k] + i);
+        for (int k = 0; k < kKeysAtOnce; ++k) {
+            key[k] = load(keys[k] + i);
+            if constexpr (FETCHES) __builtin_prefetch(next[k] + i);
+        }
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             const Vec q = load(query + row * dim + i);
@@ -108,9 +112,10 @@ CBATCH_INLINE void score(const float* query, int64_t dim, const Element* const* 
 }
 
 // values[row] += weights[row] x the values of `num_keys` positions, ROWS x VECTORS registers.
-template <int ROWS, int VECTORS, class Element>
-CBATCH_INLINE void add_values(const float* weights, const Element* const* rows, int first, int end,
-                              float* values, int64_t value_dim, int64_t offset) {
+template <int ROWS, int VECTORS, bool FETCHES, class Element>
+CBATCH_INLINE void add_values(const float* weights, const Element* const* rows,
+                              const Element* const* next, int first, int end, float* values,
+                              int64_t value_dim, int64_t offset) {
     Vec sums[ROWS][VECTORS];
     CBATCH_UNROLL
     for (int row = 0; row < ROWS; ++row) {
@@ -122,7 +127,10 @@ CBATCH_INLINE void add_values(const float* weights, const Element* const* rows, 
     for (int k = first; k < end; ++k) {
         Vec value[VECTORS];
         CBATCH_UNROLL
-        for (int v = 0; v < VECTORS; ++v) value[v] = load(rows[k] + offset + v * kWidth);
+        for (int v = 0; v < VECTORS; ++v) {
+            value[v] = load(rows[k] + offset + v * kWidth);
+            if constexpr (FETCHES) __builtin_prefetch(next[k] + offset + v * kWidth);
+        }
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             const Vec weight = splat(weights[row * kGroupKeys + k]);
@@ -139,15 +147,17 @@ CBATCH_INLINE void add_values(const float* weights, const Element* const* rows, 
     }
 }
 
-template <int ROWS, class Element>
-inline void add_value_rows(const float* weights, const Element* const* rows, int first, int end,
-                           float* values, int64_t value_dim) {
+template <int ROWS, bool FETCHES, class Element>
+inline void add_value_rows(const float* weights, const Element* const* rows,
+                           const Element* const* next, int first, int end, float* values,
+                           int64_t value_dim) {
     int64_t offset = 0;
     for (; offset + kValueVectors * kWidth <= value_dim; offset += kValueVectors * kWidth) {
-        add_values<ROWS, kValueVectors>(weights, rows, first, end, values, value_dim, offset);
+        add_values<ROWS, kValueVectors, FETCHES>(weights, rows, next, first, end, values, value_dim,
+                                                 offset);
     }
     for (; offset + kWidth <= value_dim; offset += kWidth) {
-        add_values<ROWS, 1>(weights, rows, first, end, values, value_dim, offset);
+        add_values<ROWS, 1, FETCHES>(weights, rows, next, first, end, values, value_dim, offset);
     }
     for (; offset < value_dim; ++offset) {
         for (int row = 0; row < ROWS; ++row) {
@@ -170,9 +180,11 @@ CBATCH_ONE_COPY void weigh(float* scores, int64_t group_start, int64_t first, in
             store(scores + v * kWidth, hyperbolic_tangent(score / softcap) * softcap);
         }
     }
-    for (int k = 0; k < kGroupKeys; ++k) {
-        const int64_t position = group_start + k;
-        if (position < first || position > last) scores[k] = -kInfinity;
+    if (first > group_start || last < group_start + kGroupKeys - 1) {
+        for (int k = 0; k < kGroupKeys; ++k) {
+            const int64_t position = group_start + k;
+            if (position < first || position > last) scores[k] = -kInfinity;
+        }
     }
     Vec largest = load(scores);
     for (int v = 1; v < kVectors; ++v) largest = maximum(largest, load(scores + v * kWidth));
@@ -221,23 +233,60 @@ struct GroupRows {
                 ++block;
             }
         }
-        for (int64_t k = 0; k < first - start; ++k) keys[k] = keys[first - start];
-        for (int64_t k = last - start + 1; k < kGroupKeys; ++k) keys[k] = keys[last - start];
+        for (int64_t k = 0; k < first - start; ++k) {
+            keys[k] = keys[first - start];
+            values[k] = values[first - start];
+        }
+        for (int64_t k = last - start + 1; k < kGroupKeys; ++k) {
+            keys[k] = keys[last - start];
+            values[k] = values[last - start];
+        }
     }
 };
 
+// Scores of all rows; the first of them to read a key fetches its value.
 template <class Element>
 inline void score_group(const float* query, int num_rows, int64_t dim,
                         const GroupRows<Element>& group, int first, int end, float* scores) {
     for (int k = first / kKeysAtOnce * kKeysAtOnce; k < end; k += kKeysAtOnce) {
+        const Element* const* keys = group.keys + k;
+        const Element* const* values = group.values + k;
         int row = 0;
         for (; row + kRowsAtOnce <= num_rows; row += kRowsAtOnce) {
-            score<kRowsAtOnce>(query + row * dim, dim, group.keys + k,
-                               scores + row * kGroupKeys + k);
+            const float* from = query + row * dim;
+            float* to = scores + row * kGroupKeys + k;
+            if (row == 0) {
+                score<kRowsAtOnce, true>(from, dim, keys, values, to);
+            } else {
+                score<kRowsAtOnce, false>(from, dim, keys, values, to);
+            }
         }
         for (; row < num_rows; ++row) {
-            score<1>(query + row * dim, dim, group.keys + k, scores + row * kGroupKeys + k);
+            score<1, true>(query + row * dim, dim, keys, values, scores + row * kGroupKeys + k);
         }
+    }
+}
+
+// The weighted values of all rows; the first of them to read a value fetches the next group's key.
+template <class Element>
+inline void add_group(const float* scores, int num_rows, const GroupRows<Element>& group,
+                      const GroupRows<Element>& next, int first, int end, float* values,
+                      int64_t value_dim) {
+    int row = 0;
+    for (; row + kValueRows <= num_rows; row += kValueRows) {
+        const float* weights = scores + row * kGroupKeys;
+        float* to = values + row * value_dim;
+        if (row == 0) {
+            add_value_rows<kValueRows, true>(weights, group.values, next.keys, first, end, to,
+                                             value_dim);
+        } else {
+            add_value_rows<kValueRows, false>(weights, group.values, next.keys, first, end, to,
+                                              value_dim);
+        }
+    }
+    for (; row < num_rows; ++row) {
+        add_value_rows<1, true>(scores + row * kGroupKeys, group.values, next.keys, first, end,
+                                values + row * value_dim, value_dim);
     }
 }
 
@@ -247,29 +296,31 @@ CBATCH_ONE_COPY void attend_split(const CbatchAttention& args, const Tile& tile,
                                   const Mask& mask, const float* query, int64_t first_key,
                                   int64_t last_key, const Partial& partial) {
     alignas(64) float scores[kTileRows * kGroupKeys];
-    GroupRows<Element> group;
+    GroupRows<Element> groups[2];  // the one at hand and the one after it, in turn
     clear(partial, tile.num_rows, args.value_head_dim);
-    for (int64_t start = first_key / kGroupKeys * kGroupKeys; start <= last_key;
-         start += kGroupKeys) {
+    const auto find = [&](int64_t start) {
         const int64_t first = start > first_key ? start : first_key;
-        const int64_t last = start + kGroupKeys - 1 < last_key ? start + kGroupKeys - 1 : last_key;
-        group.find(args, tile, start, first, last);
-        const int begin = static_cast<int>(first - start), end = static_cast<int>(last - start) + 1;
+        const int64_t end = start + kGroupKeys - 1;
+        groups[start / kGroupKeys % 2].find(args, tile, start, first,
+                                            end < last_key ? end : last_key);
+    };
+    const int64_t first_group = first_key / kGroupKeys * kGroupKeys;
+    find(first_group);
+    for (int64_t start = first_group; start <= last_key; start += kGroupKeys) {
+        const bool is_last = start + kGroupKeys > last_key;
+        if (!is_last) find(start + kGroupKeys);
+        const GroupRows<Element>& group = groups[start / kGroupKeys % 2];
+        const GroupRows<Element>& next = groups[(start / kGroupKeys + (is_last ? 0 : 1)) % 2];
+        const int begin = start > first_key ? 0 : static_cast<int>(first_key - start);
+        const int64_t keys_left = last_key - start + 1;
+        const int end = static_cast<int>(keys_left < kGroupKeys ? keys_left : kGroupKeys);
         score_group(query, tile.num_rows, args.head_dim, group, begin, end, scores);
         for (int row = 0; row < tile.num_rows; ++row) {
             weigh(scores + row * kGroupKeys, start, mask.first[row], mask.last[row], args.softcap,
                   partial, row, args.value_head_dim);
         }
-        int row = 0;
-        const int64_t value_dim = args.value_head_dim;
-        for (; row + kValueRows <= tile.num_rows; row += kValueRows) {
-            add_value_rows<kValueRows>(scores + row * kGroupKeys, group.values, begin, end,
-                                       partial.values + row * value_dim, value_dim);
-        }
-        for (; row < tile.num_rows; ++row) {
-            add_value_rows<1>(scores + row * kGroupKeys, group.values, begin, end,
-                              partial.values + row * value_dim, value_dim);
-        }
+        add_group(scores, tile.num_rows, group, next, begin, end, partial.values,
+                  args.value_head_dim);
     }
 }
 

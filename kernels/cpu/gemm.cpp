@@ -9,9 +9,11 @@
 
 namespace {
 
-constexpr int kFloatsPerLine = 16;
-// How far ahead weights are fetched, in steps of depth; panels follow one another in memory.
+constexpr int kLinesPerStep = kPanel * 4 > 64 ? kPanel * 4 / 64 : 1;
+// How far ahead weights are fetched that are read once, in steps of depth.
 constexpr int kPrefetchSteps = 16;
+// Steps of depth for which a tile of rows stays in the nearest cache.
+constexpr int64_t kDepthBlock = 640;
 
 struct Product {
     const float* panels;
@@ -20,31 +22,40 @@ struct Product {
     int64_t depth, num_columns, output_stride;
 };
 
+// Steps of depth from `first` to before `end`; what came before them is in the output already.
+struct Depth {
+    int64_t first, end;
+};
+
 // Step k of `input` holds ROWS values. Computes ROWS x (PANELS x kPanel) outputs.
 template <int ROWS, int PANELS>
 CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t first_row,
-                            int64_t first_panel) {
-    constexpr int kVectors = 2 * PANELS;
-    const int64_t depth = product.depth;
+                            int64_t first_panel, Depth steps, NextWeights next) {
+    constexpr int kVectors = 2 * PANELS, kColumns = PANELS * kPanel;
+    const int64_t depth = product.depth, column = first_panel * kPanel;
     const float* panels = product.panels + first_panel * kPanel * depth;
+    const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
+    const bool is_whole = column + kColumns <= product.num_columns;
+    float* output = product.output + first_row * product.output_stride + column;
     Vec sums[ROWS][kVectors];
     CBATCH_UNROLL
     for (int row = 0; row < ROWS; ++row) {
         CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) sums[row][v] = Vec{};
+        for (int v = 0; v < kVectors; ++v) {
+            sums[row][v] = steps.first == 0
+                               ? Vec{}
+                               : load(output + row * product.output_stride + v * kWidth);
+        }
     }
-    for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t k = steps.first; k < steps.end; ++k) {
         Vec weight[kVectors];
         CBATCH_UNROLL
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const float* step = panels + (panel * depth + k) * kPanel;
-            weight[2 * panel] = load(step);
-            weight[2 * panel + 1] = load(step + kWidth);
-            CBATCH_UNROLL
-            for (int line = 0; line < kPanel; line += kFloatsPerLine) {
-                __builtin_prefetch(step + kPrefetchSteps * kPanel + line);
-            }
+        for (int v = 0; v < kVectors; ++v) {
+            const float* step = panels + (v / 2 * depth + k) * kPanel + v % 2 * kWidth;
+            weight[v] = load(step);
+            if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * kPanel);
         }
+        if constexpr (PANELS == 1) next.fetch<kLinesPerStep>(k - steps.first);
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             const Vec value = splat(input[k * ROWS + row]);
@@ -52,13 +63,11 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
             for (int v = 0; v < kVectors; ++v) sums[row][v] += value * weight[v];
         }
     }
-    const int64_t column = first_panel * kPanel;
-    float* output = product.output + first_row * product.output_stride + column;
-    const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
-    if (column + PANELS * kPanel <= product.num_columns) {
+    const bool adds_bias = bias != nullptr && steps.end == depth;
+    if (is_whole) {
         CBATCH_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-            const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
+            const Vec offset = adds_bias ? load(bias + v * kWidth) : Vec{};
             CBATCH_UNROLL
             for (int row = 0; row < ROWS; ++row) {
                 store(output + row * product.output_stride + v * kWidth, sums[row][v] + offset);
@@ -66,7 +75,7 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
         }
         return;
     }
-    float tile[ROWS][PANELS * kPanel];
+    float tile[ROWS][kColumns];
     CBATCH_UNROLL
     for (int row = 0; row < ROWS; ++row) {
         CBATCH_UNROLL
@@ -74,19 +83,42 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
     }
     for (int row = 0; row < ROWS; ++row) {
         for (int64_t i = 0; column + i < product.num_columns; ++i) {
-            const float offset = bias == nullptr ? 0.0f : bias[i];
-            output[row * product.output_stride + i] = tile[row][i] + offset;
+            output[row * product.output_stride + i] =
+                tile[row][i] + (bias == nullptr ? 0.0f : bias[i]);
         }
     }
 }
 
 template <int ROWS>
 void multiply_tile(int num_rows, const Product& product, const float* input, int64_t first_row,
-                   int64_t panel) {
+                   int64_t panel, Depth steps, NextWeights next) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, input, first_row, panel);
+        multiply<ROWS, 1>(product, input, first_row, panel, steps, next);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel);
+        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, steps, next);
+    }
+}
+
+// One panel by the tiles from `first_tile` to before `end_tile`.
+void multiply_panel(const Product& product, const float* rows, const RowTiles& tiles,
+                    int64_t first_tile, int64_t end_tile, int64_t panel, int64_t panels_ahead) {
+    const int64_t depth = product.depth, num_tiles = end_tile - first_tile;
+    const bool is_whole = (panel + 1) * kPanel <= product.num_columns;
+    // Sums that wait in the output need room there.
+    const int64_t num_blocks = is_whole && num_tiles > 1 ? ceil_div(depth, kDepthBlock) : 1;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const Depth steps{block * depth / num_blocks, (block + 1) * depth / num_blocks};
+        // A single tile reads its panel once: what it needs next is a little further on.
+        const float* ahead = product.panels + (panel * depth + steps.first) * kPanel +
+                             (num_tiles == 1 ? kPrefetchSteps : panels_ahead * depth) * kPanel;
+        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+            const int64_t first = tiles.start(tile);
+            multiply_tile<kMaxRows>(tiles.size(tile), product, rows + first * depth, first, panel,
+                                    steps,
+                                    NextWeights(ahead, kPanel * sizeof(float),
+                                                steps.end - steps.first, tile - first_tile,
+                                                num_tiles));
+        }
     }
 }
 
@@ -94,11 +126,13 @@ void multiply_tile(int num_rows, const Product& product, const float* input, int
 constexpr int kPanelsAtOnce = 4;
 
 void multiply_few(int num_rows, const Product& product, const float* input, int64_t panel) {
+    const Depth steps{0, product.depth};
+    const NextWeights none(nullptr, 0, 1, 0, 1);
     if (num_rows == 1) {
-        multiply<1, 4>(product, input, 0, panel);
+        multiply<1, 4>(product, input, 0, panel, steps, none);
     } else {
-        multiply<2, 2>(product, input, 0, panel);
-        multiply<2, 2>(product, input, 0, panel + 2);
+        multiply<2, 2>(product, input, 0, panel, steps, none);
+        multiply<2, 2>(product, input, 0, panel + 2, steps, none);
     }
 }
 
@@ -152,11 +186,8 @@ CBATCH_EXPORT(linear)(const float* input, int64_t input_stride, int64_t num_rows
             const int64_t wanted = panel + work.panels_per_item;
             const int64_t end = wanted < num_panels ? wanted : num_panels;
             for (; panel < end; ++panel) {
-                for (int64_t tile = work.first_tile(item); tile < work.end_tile(item); ++tile) {
-                    const int64_t first = tiles.start(tile);
-                    multiply_tile<kMaxRows>(tiles.size(tile), product, rows + first * depth, first,
-                                            panel);
-                }
+                multiply_panel(product, rows, tiles, work.first_tile(item), work.end_tile(item),
+                               panel, num_threads);
             }
         }
     }

@@ -29,6 +29,28 @@ struct RowTiles {
     }
 };
 
+// The weights that a thread will need next, fetched while it multiplies: where a panel meets several
+// tiles of rows it is read from a near cache, and memory would rest meanwhile.
+struct NextWeights {
+    const char* start;
+    int64_t bytes_per_step;
+
+    // The share of a tile, one of `num_tiles`, in what `num_steps` steps of depth read.
+    NextWeights(const void* weights, int64_t bytes_per_step_of_panel, int64_t num_steps,
+                int64_t tile, int64_t num_tiles)
+        : start(static_cast<const char*>(weights) +
+                bytes_per_step_of_panel * num_steps * tile / num_tiles),
+          bytes_per_step(ceil_div(bytes_per_step_of_panel, num_tiles)) {}
+
+    template <int LINES>
+    CBATCH_INLINE void fetch(int64_t step) const {
+        CBATCH_UNROLL
+        for (int line = 0; line < LINES; ++line) {
+            __builtin_prefetch(start + step * bytes_per_step + line * bytes_per_step / LINES);
+        }
+    }
+};
+
 // Work items: a few panels each, and parts of the row tiles where panels alone are too few.
 struct WorkSplit {
     int64_t panels_per_item, num_panel_items, num_row_items, num_tiles;

@@ -12,10 +12,11 @@
 namespace {
 
 typedef int16_t PairVec __attribute__((vector_size(4 * kWidth)));
+typedef int16_t ShortVec __attribute__((vector_size(2 * kWidth)));
 typedef int8_t ByteVec __attribute__((vector_size(2 * kWidth)));
 typedef int8_t UnalignedByteVec __attribute__((vector_size(2 * kWidth), aligned(1), may_alias));
 
-// How far ahead weights are fetched, in pairs of depth.
+// How far ahead weights are fetched that are read once, in pairs of depth.
 constexpr int kPrefetchSteps = 16;
 
 struct Int8Product {
@@ -55,7 +56,7 @@ CBATCH_INLINE IntVec add_products(IntVec sums, PairVec weights, int32_t pair) {
 // Pair k of `input` holds ROWS pairs of int16.
 template <int ROWS, int PANELS>
 CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, int64_t first_row,
-                            int64_t first_panel) {
+                            int64_t first_panel, NextWeights next) {
     constexpr int kVectors = 2 * PANELS;
     const int64_t num_pairs = product.num_pairs;
     const int8_t* panels = product.panels + first_panel * num_pairs * 2 * kPanel;
@@ -72,8 +73,9 @@ CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, in
             const int8_t* step = panels + (panel * num_pairs + k) * 2 * kPanel;
             weight[2 * panel] = load_pairs(step);
             weight[2 * panel + 1] = load_pairs(step + kPanel);
-            __builtin_prefetch(step + kPrefetchSteps * 2 * kPanel);
+            if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * 2 * kPanel);
         }
+        if constexpr (PANELS == 1) next.fetch<1>(k);
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             int32_t pair;
@@ -126,33 +128,68 @@ CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, in
 
 template <int ROWS>
 void multiply_tile(int num_rows, const Int8Product& product, const int16_t* input,
-                   int64_t first_row, int64_t panel) {
+                   int64_t first_row, int64_t panel, NextWeights next) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, input, first_row, panel);
+        multiply<ROWS, 1>(product, input, first_row, panel, next);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel);
+        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, next);
+    }
+}
+
+// One panel by the tiles from `first_tile` to before `end_tile`.
+void multiply_panel(const Int8Product& product, const int16_t* rows, const RowTiles& tiles,
+                    int64_t first_tile, int64_t end_tile, int64_t panel, int64_t panels_ahead) {
+    const int64_t num_pairs = product.num_pairs, num_tiles = end_tile - first_tile;
+    // A single tile reads its panel once: what it needs next is a little further on.
+    const int64_t pairs_ahead = num_tiles == 1 ? kPrefetchSteps : panels_ahead * num_pairs;
+    const int8_t* ahead = product.panels + (panel * num_pairs + pairs_ahead) * 2 * kPanel;
+    for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+        const int64_t first = tiles.start(tile);
+        multiply_tile<kMaxRows>(
+            tiles.size(tile), product, rows + first * 2 * num_pairs, first, panel,
+            NextWeights(ahead, 2 * kPanel, num_pairs, tile - first_tile, num_tiles));
     }
 }
 
 constexpr int kPanelsAtOnce = 4;
 
+// The nearest integers, ties to even, of values below 2^22.
+CBATCH_INLINE IntVec nearest(Vec values) {
+    const float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    return (IntVec)(values + kRounder) - 0x4B400000;
+}
+
 // Writes one row as int16 at stride `num_rows` pairs; returns its scale. A row with values that
 // are not finite gets a scale that is not a number, so that its outputs tell.
 float quantize_row(const float* from, int64_t depth, float largest, int num_rows, int16_t* to) {
-    float highest = 0.0f, finite = 0.0f;
-    for (int64_t k = 0; k < depth; ++k) {
-        const float magnitude = __builtin_fabsf(from[k]);
-        highest = magnitude > highest ? magnitude : highest;
-        finite += from[k] * 0.0f;
+    // The last values are handled by the same code over a padded copy.
+    float rest[kWidth] = {};
+    const int64_t whole = depth / kWidth * kWidth;
+    std::memcpy(rest, from + whole, static_cast<size_t>(depth - whole) * sizeof(float));
+    const auto values = [&](int64_t k) __attribute__((always_inline)) {
+        return load(k < whole ? from + k : rest);
+    };
+    Vec highest_lanes = {}, finite_lanes = {};
+    for (int64_t k = 0; k < depth; k += kWidth) {
+        const Vec value = values(k);
+        highest_lanes = maximum(maximum(value, -value), highest_lanes);
+        finite_lanes += value * 0.0f;
     }
-    const bool is_finite = finite == 0.0f;
+    const float highest = max_lanes(highest_lanes);
+    const bool is_finite = sum_lanes(finite_lanes) == 0.0f;
     const float inverse = is_finite && highest > 0.0f ? largest / highest : 0.0f;
-    for (int64_t k = 0; k < depth; ++k) {
-        const float scaled = is_finite ? from[k] * inverse : 0.0f;
-        const float bounded = scaled > largest ? largest : (scaled < -largest ? -largest : scaled);
-        to[k / 2 * 2 * num_rows + k % 2] = static_cast<int16_t>(__builtin_nearbyintf(bounded));
+    for (int64_t k = 0; k < depth; k += kWidth) {
+        Vec scaled = is_finite ? values(k) * inverse : Vec{};
+        scaled = scaled > largest ? splat(largest) : scaled;
+        scaled = scaled < -largest ? splat(-largest) : scaled;
+        const ShortVec rounded = __builtin_convertvector(nearest(scaled), ShortVec);
+        const int64_t num_pairs = k < whole ? kWidth / 2 : (depth - whole + 1) / 2;
+        for (int64_t pair = 0; pair < num_pairs; ++pair) {
+            std::memcpy(to + (k / 2 + pair) * 2 * num_rows,
+                        reinterpret_cast<const char*>(&rounded) + pair * sizeof(int32_t),
+                        sizeof(int32_t));
+        }
     }
-    if (depth % 2 == 1) to[depth / 2 * 2 * num_rows + 1] = 0;
     return is_finite ? highest / largest : __builtin_nanf("");
 }
 
@@ -248,17 +285,14 @@ CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
             if (one_row && panel + kPanelsAtOnce <= num_panels) {
-                multiply<1, kPanelsAtOnce>(product, rows, 0, panel);
+                multiply<1, kPanelsAtOnce>(product, rows, 0, panel, NextWeights(nullptr, 0, 1, 0, 1));
                 continue;
             }
             const int64_t wanted = panel + work.panels_per_item;
             const int64_t end = wanted < num_panels ? wanted : num_panels;
             for (; panel < end; ++panel) {
-                for (int64_t tile = work.first_tile(item); tile < work.end_tile(item); ++tile) {
-                    const int64_t first = tiles.start(tile);
-                    multiply_tile<kMaxRows>(tiles.size(tile), product,
-                                            rows + first * 2 * num_pairs, first, panel);
-                }
+                multiply_panel(product, rows, tiles, work.first_tile(item), work.end_tile(item),
+                               panel, num_threads);
             }
         }
     }
