@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,15 @@ from tests.kernels.launches import Launch, record_launches
 Features = Literal["plain", "window", "all"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+# e4m3 has no conversions before Ada, and AMD's is a format of its own.
+FP8_DTYPES = {
+    "sm_80": (torch.float8_e5m2,),
+    "sm_89": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "sm_90": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "sm_100": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "gfx942": (torch.float8_e4m3fnuz,),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,21 @@ class AttentionVariant:
             dims += f"/{self.value_head_dim}"
         kv_dtype = f" kv {_short(self.kv_dtype)}" if self.kv_dtype else ""
         return f"D {dims} {_short(self.dtype)}{kv_dtype} {self.features}"
+
+
+def grid(arch: str) -> Iterator[AttentionVariant]:
+    """Every head dimension with every dtype that a card has, plain and with all features."""
+    for head_dim in HEAD_DIMS:
+        for features in ("plain", "all"):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for kv_dtype in (None, *(FP8_DTYPES[arch] if dtype == torch.bfloat16 else ())):
+                    yield AttentionVariant(
+                        head_dim=head_dim,
+                        value_head_dim=128 if head_dim == 192 else None,
+                        dtype=dtype,
+                        kv_dtype=kv_dtype,
+                        features=features,  # type: ignore[arg-type]
+                    )
 
 
 def attention_launches(variant: AttentionVariant, arch: str) -> list[Launch]:
