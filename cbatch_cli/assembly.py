@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.client import EngineClient
-from cbatch_cli.engine_setup import Log, build_core, print_nothing
+from cbatch_cli.engine_setup import Log, build_core, dtype_name, print_nothing, resolve_kv_dtype
 from cbatch_cli.errors import UsageError
 from cbatch_cli.request import SamplingParams, check_stop_token_ids
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cbatch_kernels.cpu_linear import LinearMode
     from transformers import PreTrainedTokenizerBase
 
+    from cbatch_cli.models.batch_invariant import InvarianceReport
     from cbatch_cli.models.fusion import FusionReport
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.models.model_files import ModelFiles
@@ -35,6 +36,7 @@ __all__ = [
     "identify_model",
     "load_engine",
     "load_for_engines",
+    "optimise",
     "print_nothing",
     "resolve_sampling",
 ]
@@ -75,7 +77,9 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     load_s: float
     trust_remote_code: bool
-    fusion: FusionReport
+    fusion: FusionReport | None
+    invariance: InvarianceReport | None = None
+    """What `--deterministic` replaced on a GPU; on a CPU fused layers do what it asks for."""
 
     def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
         """An engine with a KV cache of its own; the one before it must not be used any more.
@@ -92,13 +96,15 @@ class LoadedModel:
                 "model": self.files.name,
                 "commit": self.files.commit,
                 "vocab_size": self.model.vocab_size,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "dtype": dtype_name(self.model.dtype),
                 "device": str(self.model.device),
+                "kv_cache_dtype": dtype_name(resolve_kv_dtype(self.model, config)),
                 "scheduler": config.scheduler,
                 "prefix_caching": config.prefix_caching,
                 "seed": config.seed,
                 "attention_backend": self.model.attention_backend,
-                "fusion": self.fusion.as_dict(),
+                "fusion": None if self.fusion is None else self.fusion.as_dict(),
+                "batch_invariant": None if self.invariance is None else self.invariance.as_dict(),
                 **dataclasses.asdict(limits),
             },
             load_s=self.load_s + time.monotonic() - start,
@@ -151,9 +157,10 @@ def load_for_engines(
         attention_backend=config.attention_backend,
         trust_remote_code=config.trust_remote_code,
     )
+    resolve_kv_dtype(model, config)  # a dtype that cannot be kept here is told before the work
     if before_fusion is not None:
         before_fusion(model)
-    fusion = _fuse(model, config, log, kernels)
+    fusion, invariance = optimise(model, config, log, kernels)
     return LoadedModel(
         files=files,
         model=model,
@@ -161,7 +168,24 @@ def load_for_engines(
         load_s=time.monotonic() - start,
         trust_remote_code=config.trust_remote_code,
         fusion=fusion,
+        invariance=invariance,
     )
+
+
+def optimise(
+    model: HFModel,
+    config: EngineConfig,
+    log: Log = print_nothing,
+    kernels: CPUKernels | None = None,
+) -> tuple[FusionReport | None, InvarianceReport | None]:
+    """Replace what runs faster, or as `config` promises, by code of our own; what that was.
+
+    Raises `UsageError` and `ModelError` where a promise cannot be kept.
+    """
+    invariance = _make_batch_invariant(model, config, log)
+    if invariance is not None:
+        return None, invariance
+    return _fuse(model, config, log, kernels), None
 
 
 def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
@@ -171,6 +195,24 @@ def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing)
     for settings that do not fit it.
     """
     return load_for_engines(model_name, config, log).build_engine(config, log)
+
+
+def _make_batch_invariant(
+    model: HFModel, config: EngineConfig, log: Log
+) -> InvarianceReport | None:
+    """Where Triton runs, what `--deterministic` asks for; None where layers are to be fused."""
+    if not config.deterministic or model.attention_backend != "triton":
+        return None
+    if config.quantization != "none":
+        raise UsageError(f"--quantization {config.quantization} needs a float32 model on a CPU")
+    from cbatch_cli.models.batch_invariant import make_batch_invariant
+
+    report = make_batch_invariant(model)
+    log(
+        f"deterministic: {report.num_linears} linear layers and {report.num_norms} norms run on "
+        "kernels with fixed tiles, and no layer is fused"
+    )
+    return report
 
 
 def _fuse(
@@ -190,7 +232,8 @@ def _fuse(
         mode, wanted = "w8a16", "--quantization w8a16"
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
     if not is_float32_on_cpu and wanted is not None:
-        raise UsageError(f"{wanted} needs a float32 model on a CPU")
+        also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"
+        raise UsageError(f"{wanted} needs a float32 model on a CPU{also}")
     if is_float32_on_cpu and kernels is None:
         try:
             kernels = load_kernels()

@@ -119,6 +119,7 @@ def run(
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
     block_size: opt.BlockSize = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
@@ -178,11 +179,14 @@ def bench(
     with_generate: bench_opt.WithGenerate = False,
     repeat: bench_opt.Repeat = REPEAT,
     seed: bench_opt.Seed = None,
+    suite: bench_opt.Suite = None,
+    json_file: bench_opt.JsonFile = None,
     model: opt.Model = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
     block_size: opt.BlockSize = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
@@ -205,6 +209,8 @@ def bench(
     """
 
     def action() -> int:
+        if suite is not None and (workload or num_prompts or schedulers or with_generate):
+            raise UsageError("--suite measures workloads of its own")
         config = build_bench_config(
             _settings(ctx),
             inputs=workload or (),
@@ -214,7 +220,9 @@ def bench(
             repeat=repeat,
             config_file=config_file,
         )
-        return cli_actions.run_bench(config, json_result=json_result, quiet=quiet)
+        return cli_actions.run_bench(
+            config, suite=suite, json_result=json_result, json_file=json_file, quiet=quiet
+        )
 
     return guarded(action, verbose=verbose)
 
@@ -269,12 +277,48 @@ def merge(
 
 
 @app.command(cls=SectionedCommand)
+def verify(
+    ctx: typer.Context,
+    output: output_opt.Target,
+    rows: output_opt.NumRows = 16,
+    seed: output_opt.DrawSeed = 0,
+    inputs: output_opt.VerifyInputs = None,
+    model: output_opt.VerifyModel = None,
+    device: output_opt.VerifyDevice = None,
+    attention_backend: output_opt.VerifyBackend = None,
+    as_json: output_opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> int:
+    """Run some rows of a finished output again, in another batch, and compare the answers.
+
+    The settings are those in the output's metadata. Token ids are compared where they were kept,
+    else texts. Exit status 4 if a row differs.
+    """
+
+    def action() -> int:
+        changes = {"model": model, "device": device, "attention_backend": attention_backend}
+        return cli_actions.run_verify(
+            output,
+            num_rows=rows,
+            seed=seed,
+            inputs=inputs or (),
+            changes=changes,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+    return guarded(action, verbose=verbose)
+
+
+@app.command(cls=SectionedCommand)
 def doctor(
     ctx: typer.Context,
     model: doctor_opt.Model = None,
     max_model_len: opt.MaxModelLen = None,
     dtype: opt.Dtype = None,
     device: opt.Device = None,
+    kv_cache_dtype: opt.KVCacheDtype = None,
     attention_backend: opt.AttentionBackend = None,
     quantization: opt.Quantization = None,
     deterministic: opt.Deterministic = None,

@@ -12,6 +12,7 @@ from cbatch_cli.config import (
     AttentionBackendChoice,
     DtypeName,
     InputFormat,
+    KVCacheDtypeName,
     OnError,
     ProgressName,
     QuantizationName,
@@ -180,6 +181,16 @@ KVCacheMemory = Annotated[
         "Memory for keys and values: 4GiB, 512MB or bytes. A share of what is free without it.",
     ),
 ]
+KVCacheDtype = Annotated[
+    KVCacheDtypeName | None,
+    option(
+        "Engine",
+        "--kv-cache-dtype",
+        choices(KVCacheDtypeName),
+        "Type that keys and values are kept in: a smaller one holds more rows, and answers differ "
+        "a little. auto is that of the weights.",
+    ),
+]
 GPUMemoryUtilization = Annotated[
     float | None,
     option("Engine", "--gpu-memory-utilization", "X", "Share of the GPU's memory to use."),
@@ -220,8 +231,9 @@ Deterministic = Annotated[
     flag(
         "Engine",
         "--deterministic/--no-deterministic",
-        "Give a row's logits the same bits whatever runs beside it: on a CPU, and done there "
-        "unless turned off, which lets a measurement at the start choose other products.",
+        "Give a row's logits the same bits whatever runs beside it. On a CPU that is so unless "
+        "turned off, which lets a measurement at the start choose other products; on a GPU it "
+        "takes slower kernels with fixed tiles.",
     ),
 ]
 Overlap = Annotated[

@@ -15,6 +15,7 @@ from cbatch_cli.errors import CBatchError
 EXIT_INTERNAL = 1
 EXIT_USAGE = 2
 EXIT_ROW_ERRORS = 4
+EXIT_ROWS_DIFFER = 4
 EXIT_INTERRUPTED = 130
 
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cbatch_cli.cli_help import flag
+from cbatch_cli.cli_help import choices, flag, option
+from cbatch_cli.config import AttentionBackendChoice
 
 Target = Annotated[
     str,
@@ -29,5 +30,38 @@ MergeTarget = Annotated[
 ]
 RemoveShards = Annotated[
     bool, flag("Output", "--remove-shards", "Remove the outputs of the shards at the end.")
+]
+NumRows = Annotated[
+    int, option("Output", "--rows", "N", "Rows to run again, those with an answer. [default: 16]")
+]
+DrawSeed = Annotated[
+    int, option("Output", "--seed", "N", "Which rows are drawn, and in which order they run.")
+]
+VerifyInputs = Annotated[
+    list[str] | None,
+    option(
+        "Input",
+        "--input",
+        "INPUT",
+        "Take the prompts from the input again, as cbatch run reads it, rather than from the "
+        "columns of the output. May be repeated.",
+    ),
+]
+VerifyModel = Annotated[
+    str | None,
+    option("Engine", "--model -m", "MODEL", "Where the model is now, if not where it was."),
+]
+VerifyDevice = Annotated[
+    str | None,
+    option("Engine", "--device", "auto|cpu|cuda[:N]", "Where to run, if not as the run did."),
+]
+VerifyBackend = Annotated[
+    AttentionBackendChoice | None,
+    option(
+        "Engine",
+        "--attention-backend",
+        choices(AttentionBackendChoice),
+        "Which attention to run, if not that of the run.",
+    ),
 ]
 Json = Annotated[bool, flag("Terminal", "--json", "Print one JSON object on standard output.")]

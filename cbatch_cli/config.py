@@ -26,6 +26,7 @@ SchedulerName = Literal["continuous", "static"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendChoice = Literal["auto", "triton", "cpu", "torch"]
 QuantizationName = Literal["none", "w8a16"]
+KVCacheDtypeName = Literal["auto", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 ProgressName = Literal["auto", "plain", "json", "none"]
 OnError = Literal["record", "fail"]
 
@@ -66,6 +67,8 @@ class EngineConfig:
     """
     kv_cache_memory: ByteCount | None = None
     """Size of the KV pool in bytes."""
+    kv_cache_dtype: KVCacheDtypeName = "auto"
+    """What keys and values are kept in; auto is what the model computes in."""
     gpu_memory_utilization: float = 0.92
     max_model_len: int | None = None
     """Longest prompt plus output in tokens."""
@@ -75,7 +78,10 @@ class EngineConfig:
     quantization: QuantizationName = "none"
     """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
     deterministic: bool | None = None
-    """A row's logits have the same bits whatever runs beside it; None: where that costs nothing."""
+    """A row's logits have the same bits whatever runs beside it; None: where that costs nothing.
+
+    On a GPU products and norms run on kernels with fixed tiles.
+    """
     overlap: bool | None = None
     """Launch a step while the one before it runs on the GPU; None: where a GPU can."""
     cuda_graphs: bool | None = None

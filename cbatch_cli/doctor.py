@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch_cli.assembly import Log, load_for_engines, print_nothing
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.memory import available_memory
+from cbatch_cli.engine_setup import dtype_name, resolve_kv_dtype
 
 if TYPE_CHECKING:
     from cbatch_kernels.cpu_library import CPUKernels
@@ -77,8 +78,9 @@ def model_facts(
         "vocab_size": model.vocab_size,
         "attention_backend": model.attention_backend,
         "attention_layers": _layer_groups(loaded, before[0]),
-        "fusion": loaded.fusion.as_dict(),
-        "kv_cache": _kv_facts(model),
+        "fusion": None if loaded.fusion is None else loaded.fusion.as_dict(),
+        "batch_invariant": None if loaded.invariance is None else loaded.invariance.as_dict(),
+        "kv_cache": _kv_facts(model, config),
         "load_s": round(loaded.load_s, 2),
     }
     if with_operations:
@@ -144,13 +146,15 @@ def _layer_groups(loaded: LoadedModel, observation: StepObservation) -> list[dic
     return groups
 
 
-def _kv_facts(model: HFModel) -> dict[str, Any]:
+def _kv_facts(model: HFModel, config: EngineConfig) -> dict[str, Any]:
     """What a token of a long sequence takes, windows kept only and everything kept."""
     from cbatch_cli.engine.kv_cache import kv_cost
 
     context_len = min(_LONG_CONTEXT, model.max_model_len)
-    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=model.dtype)
+    dtype = resolve_kv_dtype(model, config)
+    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=dtype)
     return {
+        "dtype": dtype_name(dtype),
         "context_len": context_len,
         "bytes_per_token": round(cost.bytes_per_token),
         "uniform_bytes_per_token": round(cost.uniform_bytes_per_token),
@@ -159,7 +163,7 @@ def _kv_facts(model: HFModel) -> dict[str, Any]:
 
 def _kv_line(facts: Mapping[str, Any]) -> str:
     kept, uniform = facts["bytes_per_token"], facts["uniform_bytes_per_token"]
-    line = f"{kept:,} bytes per token at a length of {facts['context_len']:,}"
+    line = f"{facts['dtype']}, {kept:,} bytes per token at a length of {facts['context_len']:,}"
     return line if kept == uniform else f"{line}; {uniform:,} without windows"
 
 
@@ -200,7 +204,7 @@ def _model_lines(facts: Mapping[str, Any]) -> list[str]:
         "context": f"{facts['max_model_len']:,} tokens",
         "attention": facts["attention_backend"],
         **{_layer_names(group): _shape(group) for group in facts["attention_layers"]},
-        **_fusion_lines(facts["fusion"]),
+        **_fusion_lines(facts["fusion"], facts["batch_invariant"]),
         "KV cache": _kv_line(facts["kv_cache"]),
     }
     for when, counts in facts.get("operations", {}).items():
@@ -230,7 +234,13 @@ def _shape(group: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _fusion_lines(fusion: Mapping[str, Any]) -> dict[str, str]:
+def _fusion_lines(
+    fusion: Mapping[str, Any] | None, invariant: Mapping[str, int] | None
+) -> dict[str, str]:
+    if invariant is not None:
+        counts = f"{invariant['num_linears']} linear layers, {invariant['num_norms']} norms"
+        return {"fused": "nothing: --deterministic", "fixed tiles": counts}
+    assert fusion is not None
     whole = {"num_found": fusion["num_layers"], **fusion}
     kinds = [f"{count} {kind}" for kind, count in fusion["linear_kinds"].items()]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +16,10 @@ from cbatch_cli.engine.memory import available_memory
 from cbatch_cli.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    import torch
+
     from cbatch_cli.attention.backend import AttentionBackend
+    from cbatch_cli.attention.metadata import KVScales
     from cbatch_cli.engine.kv_groups import KVGroups
     from cbatch_cli.models.hf_model import HFModel
     from cbatch_cli.runner_setup import RunnerFeatures
@@ -69,13 +72,15 @@ def build_core(
 
     model.unbind()  # the KV cache of an engine built before it would take the new one's memory
     groups = group_layers(model.layer_specs)
+    kv_dtype = resolve_kv_dtype(model, config)
+    kv_scales = _kv_scales(model, kv_dtype, log)
 
     def bind_backend(num_blocks: int, *, block_size: int, max_num_seqs: int) -> AttentionBackend:
         cache = KVCache(
             groups,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=model.dtype,
+            dtype=kv_dtype,
             device=model.device,
         )
         backend = build_attention_backend(
@@ -86,12 +91,13 @@ def build_core(
             max_num_seqs=max_num_seqs,
             max_model_len=model.max_model_len,
             deterministic=bool(config.deterministic),
+            kv_scales=kv_scales,
         )
         model.bind(backend, groups.layers)
         return backend
 
     features = resolve_features(config, model, log)
-    limits = _resolve_limits(config, model, groups, features, bind_backend, log=log)
+    limits = _resolve_limits(config, model, groups, features, bind_backend, kv_dtype, log=log)
     backend = bind_backend(
         limits.num_blocks, block_size=limits.block_size, max_num_seqs=limits.max_num_seqs
     )
@@ -145,12 +151,43 @@ def build_core(
     return core, dataclasses.replace(limits, cuda_graphs=features.cuda_graphs)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is called in options and reports, without the name of the library."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_kv_dtype(model: HFModel, config: EngineConfig) -> torch.dtype:
+    """What keys and values are kept in. Raises `UsageError` for what cannot be kept here."""
+    from cbatch_cli.attention.cache_dtype import choose_cache_dtype
+
+    return choose_cache_dtype(
+        config.kv_cache_dtype, model.attention_backend, dtype=model.dtype, device=model.device
+    )
+
+
+def _kv_scales(model: HFModel, kv_dtype: torch.dtype, log: Log) -> Mapping[int, KVScales]:
+    """By the layer's index, for a cache of eight bits; 1 where the checkpoint says nothing."""
+    from cbatch_cli.attention.cache_dtype import is_fp8, scales_for
+
+    if not is_fp8(kv_dtype):
+        return {}
+    scales = model.kv_scales
+    num_layers = len(model.layer_specs)
+    if len(scales) < num_layers:
+        log(
+            f"{num_layers - len(scales)} of {num_layers} layers keep keys and values of eight bits "
+            "with a scale of 1, for the checkpoint has none"
+        )
+    return scales_for(kv_dtype, scales)
+
+
 def _resolve_limits(
     config: EngineConfig,
     model: HFModel,
     groups: KVGroups,
     features: RunnerFeatures,
     bind_backend: _BindBackend,
+    kv_dtype: torch.dtype,
     *,
     log: Log,
 ) -> EngineLimits:
@@ -180,7 +217,7 @@ def _resolve_limits(
 
     num_blocks = config.num_kv_blocks or fit_num_blocks(
         memory=config.kv_cache_memory or free_memory(),
-        block_nbytes=block_bytes(groups, block_size=block_size, dtype=model.dtype),
+        block_nbytes=block_bytes(groups, block_size=block_size, dtype=kv_dtype),
         block_size=block_size,
         windows=groups.windows,
         max_num_seqs=max_num_seqs,

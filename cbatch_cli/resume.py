@@ -150,6 +150,7 @@ def job_fingerprint(
         "template": template,
         "dtype": config.engine.dtype,
         "quantization": config.engine.quantization,
+        "kv_cache_dtype": config.engine.kv_cache_dtype,
         "deterministic": config.engine.deterministic,
         "seed": config.engine.seed,
         "max_model_len": config.engine.max_model_len,

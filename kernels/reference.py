@@ -86,6 +86,12 @@ def paged_attention(
     return output
 
 
+def linear(states: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """States `[T, I]` times `weight` `[O, I]` transposed, plus `bias` `[O]`."""
+    product = torch.einsum("ti,oi->to", states, weight)
+    return product if bias is None else product + bias
+
+
 def rms_norm(
     states: Tensor,
     weight: Tensor,

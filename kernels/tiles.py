@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels by architecture: a plain table, no tuning at run time.
+"""Tile sizes of attention and products by architecture: a plain table, no tuning at run time.
 
 Tuning at run time needs a driver, makes the first steps slow, and cannot happen while a CUDA
 graph is captured.
@@ -12,9 +12,6 @@ from typing import Literal
 import torch
 
 AttentionKind = Literal["prefill", "decode"]
-
-DETERMINISTIC_SPLIT_SIZE = 512
-"""Keys per split where a row's result must not depend on the rest of the batch."""
 
 # What triton would choose changes from version to version, and results with it.
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
@@ -70,6 +67,28 @@ def attention_tiles(
     return _tiles(128, 32 if has_window_or_cap else 64, 8, 2)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulTiles:
+    """How a product is cut up: M rows by N output features, K input features at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def matmul_tiles(arch: str, dtype: torch.dtype) -> MatmulTiles:
+    """Tiles for `arch`, the same for every shape, so that no row's bits depend on it.
+
+    Narrow in output features: with few rows, these alone keep the processors busy.
+    """
+    if dtype == torch.float32:
+        return MatmulTiles(block_m=64, block_n=64, block_k=32, num_warps=8, num_stages=2)
+    num_stages = {"gfx942": 2, "sm_80": 3, "sm_86": 3, "sm_89": 3, "sm_120": 3}.get(arch, 4)
+    return MatmulTiles(block_m=128, block_n=64, block_k=64, num_warps=4, num_stages=num_stages)
+
+
 def num_decode_splits(
     *,
     num_seqs: int,
@@ -77,17 +96,9 @@ def num_decode_splits(
     max_seq_len: int,
     num_processors: int,
     sliding_window: int | None = None,
-    split_size: int | None = None,
 ) -> int:
-    """Splits that keep a device of `num_processors` busy twice over, in powers of two.
-
-    With `split_size` as many as the longest sequence, or its window, can touch.
-    """
+    """Splits that keep a device of `num_processors` busy twice over, in powers of two."""
     num_keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window)
-    if split_size is not None:
-        # A window that does not begin at a multiple of the size reaches into one more split.
-        num_splits = -(-num_keys // split_size) + (num_keys < max_seq_len)
-        return max(1, num_splits)
     wanted = 2 * num_processors // max(1, num_seqs * num_kv_heads)
     useful = min(_MAX_SPLITS, num_keys // _MIN_KEYS_PER_SPLIT)
     num_splits = max(1, min(wanted, useful))

@@ -439,6 +439,11 @@ def test_bad_options_are_one_line_and_status_2(
     assert configs == []
 
 
+def test_a_suite_measures_what_it_likes(capsys: Any) -> None:
+    assert main(["bench", "--suite", "gpu", "--num-prompts", "3"]) == 2
+    assert "--suite measures workloads of its own" in capsys.readouterr().err
+
+
 def test_only_generate_may_run() -> None:
     config = config_of(schedulers="", with_generate=True, num_prompts=2, repeat=1)
     result = run_bench(config, load=NullModel().load)

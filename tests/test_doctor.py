@@ -12,6 +12,7 @@ import torch
 import transformers
 from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 
+from cbatch_cli import doctor as doctor_module
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.cli import main
 from cbatch_cli.engine.kv_cache import KVCache
@@ -201,3 +202,9 @@ def test_a_refused_model_tells_of_the_machine_too(
 def test_operations_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--ops"]) == 2
     assert "--ops needs --model" in capsys.readouterr().err
+
+
+def test_what_runs_on_kernels_with_fixed_tiles() -> None:
+    lines = doctor_module._fusion_lines(None, {"num_linears": 15, "num_norms": 9})
+    assert lines["fused"] == "nothing: --deterministic"
+    assert lines["fixed tiles"] == "15 linear layers, 9 norms"

@@ -34,11 +34,18 @@ OURS: dict[str, set[str]] = {
     "progress": {"metrics", "config", "summary"},
     "cli_help": {"config"},
     "cli_options": {"config", "cli_help"},
+    "cli_output_options": {"config", "cli_help"},
     "doctor_options": {"cli_help"},
     "dry_run": {"config", "errors", "shard", "data"},
     "bench": {"", "errors", "request", "config", "engine", "text", "data"}
     | {"assembly", "generation", "bench"},
-    "bench/options": {"bench/config", "cli_help"},
+    "bench/options": {"bench/config", "bench/suite", "cli_help"},
+    "bench/suite": {"", "config", "errors"},
+    "bench/device_clock": set(),
+    "bench/gpu_suite": {"errors", "config", "bench", "models", "engine_setup"},
+    "bench/gpu_kernels": {"errors", "attention", "kernels", "bench"},
+    "bench/gpu_engine": {"errors", "config", "request", "engine", "models", "bench"}
+    | {"assembly", "engine_setup"},
     "": {"api", "config", "request"},
 }
 SHELL = ("cli", "dry_run", "progress", "__main__")
@@ -52,6 +59,10 @@ HEAVY: dict[str, set[str]] = {
         "engine_setup",
         "runner_setup",
         "doctor",
+        "bench/device_clock",
+        "bench/gpu_engine",
+        "bench/gpu_kernels",
+        "bench/gpu_suite",
         "engine/kv_cache",
         "engine/sampler",
         "engine/model_runner",
@@ -73,6 +84,7 @@ MODELLING = {
     "models/hf_model",
     "models/loading",
     "models/padded_generate",
+    "models/random_models",
 }
 """The files that know transformers' models: what a new version of it can break is in these."""
 
@@ -197,6 +209,7 @@ def loaded_by(statement: str, *, cwd: Path = ROOT) -> set[str]:
         "from cbatch_cli.cli import main; assert main(['run', '--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['run', 'a', '--dump-config']) == 0",
         "from cbatch_cli.cli import main; assert main(['doctor', '--help']) == 0",
+        "from cbatch_cli.cli import main; assert main(['bench', '--help']) == 0",
         "from cbatch_cli.cli import main; assert main(['doctor', '--ops']) == 2",
     ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.metadata import AttentionMetadata, KVScales, LayerSpec
 from cbatch_cli.errors import UsageError
 
 AttentionBackendName = Literal["triton", "cpu", "torch"]
@@ -73,15 +73,17 @@ def build_attention_backend(
     max_num_seqs: int,
     max_model_len: int,
     deterministic: bool = False,
+    kv_scales: Mapping[int, KVScales] | None = None,
 ) -> AttentionBackend:
     """The backend of that name over one (k, v) pair of caches per layer.
 
-    `max_num_seqs` and `max_model_len` bound what a step can hold.
+    `max_num_seqs` and `max_model_len` bound what a step can hold. `kv_scales`, by the layer's
+    index, go with caches of eight bits.
     """
     if name == "torch":
         from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 
-        return TorchAttentionBackend(layers, caches, block_size)
+        return TorchAttentionBackend(layers, caches, block_size, kv_scales=kv_scales)
     if name == "cpu":
         from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
 
@@ -95,6 +97,7 @@ def build_attention_backend(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         deterministic=deterministic,
+        kv_scales=kv_scales,
     )
 
 

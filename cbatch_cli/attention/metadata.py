@@ -29,6 +29,14 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVScales:
+    """What keys and values are divided by before a cache of eight bits rounds them."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
     """Layout of the packed tokens of one step for one KV group.
 

@@ -8,13 +8,13 @@ processor's cache. Queries of one KV head are stacked, so that a group costs one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.metadata import AttentionMetadata, KVScales, LayerSpec
 
 # Long chunks are cut into tiles of queries: the scores of a tile stay in the processor's cache,
 # and keys that lie after the whole tile are not multiplied at all. 64 was the fastest of 32 to
@@ -22,12 +22,16 @@ from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 _QUERY_TILE_CPU = 64
 _QUERY_TILE_GPU = 512
 
+_NO_SCALES = KVScales()
+
 
 class TorchAttentionBackend:
     """Attention over caches k `[num_blocks, block_size, KV, D]` and v `[..., Dv]`.
 
-    `caches` holds one (k, v) pair per layer, by the layer's index. Scores, softmax and sums are
-    computed in float32, or in float64 for float64 queries.
+    `caches` holds one (k, v) pair per layer, by the layer's index, of any float dtype; in one of
+    eight bits keys and values are over their layer's `kv_scales`. What a narrower dtype cannot
+    hold saturates. Scores, softmax and sums are computed in float32, or in float64 for float64
+    queries.
     """
 
     def __init__(
@@ -35,9 +39,12 @@ class TorchAttentionBackend:
         layers: Sequence[LayerSpec],
         caches: Sequence[tuple[Tensor, Tensor]],
         block_size: int,
+        *,
+        kv_scales: Mapping[int, KVScales] | None = None,
     ) -> None:
         self._block_size = block_size
         self._caches = {layer.index: cache for layer, cache in zip(layers, caches, strict=True)}
+        self._kv_scales = kv_scales or {}
         self._metadata: Sequence[AttentionMetadata] = ()
         self._slots: list[_Slots] = []
         self._plans: dict[tuple[int, int | None], list[_SequencePlan]] = {}
@@ -63,13 +70,15 @@ class TorchAttentionBackend:
         """Store keys `[T, KV, D]` and values `[T, KV, Dv]`, attend `[T, H, D]`: `[T, H, Dv]`."""
         k_cache, v_cache = self._caches[layer.index]
         slots = self._slots[layer.group]
-        slots.store(key, k_cache)
-        slots.store(value, v_cache)
+        scales = self._kv_scales.get(layer.index, _NO_SCALES)
+        slots.store(key, k_cache, scales.k)
+        slots.store(value, v_cache, scales.v)
 
         # Tokens that belong to no sequence come out as zeros.
         output = query.new_zeros(query.shape[0], layer.num_heads, layer.value_head_dim)
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
-        query = query.to(compute_dtype) * scale
+        # A key is what the cache holds times its scale, and the same goes for a value.
+        query = query.to(compute_dtype) * (scale * scales.k)
         if sinks is not None:
             sinks = sinks.to(compute_dtype).view(layer.num_kv_heads, -1, 1, 1)
         for plan in self._sequence_plans(layer.group, layer.sliding_window):
@@ -84,7 +93,7 @@ class TorchAttentionBackend:
                     softcap=softcap,
                     sinks=sinks,
                 )
-                output[tile.start : tile.end] = attended
+                output[tile.start : tile.end] = attended * scales.v if scales.v != 1.0 else attended
         return output
 
     def _sequence_plans(self, group: int, window: int | None) -> list[_SequencePlan]:
@@ -98,6 +107,9 @@ class TorchAttentionBackend:
     def _gather(self, cache: Tensor, plan: _SequencePlan, name: str) -> Tensor:
         """Keys or values of one sequence, `[KV, plan.num_keys, D]`, valid until the next call."""
         num_kv_heads, head_dim = cache.shape[2:]
+        dtype = cache.dtype
+        if dtype.itemsize == 1:
+            cache = cache.view(torch.uint8)  # torch moves bytes, but not floats of eight bits
         blocks = cache.view(cache.shape[0], -1)
         needed = plan.num_blocks * blocks.shape[1]
         buffer = self._gathered.get((cache.dtype, name))
@@ -106,7 +118,7 @@ class TorchAttentionBackend:
             self._gathered[cache.dtype, name] = buffer
         rows = buffer[:needed].view(plan.num_blocks, -1)
         torch.index_select(blocks, 0, plan.block_ids, out=rows)
-        tokens = rows.view(-1, num_kv_heads, head_dim)
+        tokens = rows.view(dtype).view(-1, num_kv_heads, head_dim)
         return tokens[plan.skipped : plan.skipped + plan.num_keys].transpose(0, 1)
 
 
@@ -117,11 +129,24 @@ class _Slots:
     slots: Tensor
     tokens: Tensor | None
 
-    def store(self, states: Tensor, cache: Tensor) -> None:
-        """Write `states` `[T, KV, D]` into `cache`, rounding to its dtype."""
+    def store(self, states: Tensor, cache: Tensor, scale: float) -> None:
+        """Write `states` `[T, KV, D]` over `scale` into `cache`, rounding to its dtype."""
         if self.tokens is not None:
             states = states.index_select(0, self.tokens)
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, states.to(cache.dtype))
+        states = _rounded(states, cache.dtype, scale)
+        if states.dtype.itemsize == 1:
+            cache, states = cache.view(torch.uint8), states.view(torch.uint8)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slots, states)
+
+
+def _rounded(states: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """States over `scale` in `dtype`; what is out of its range saturates, NaN stays NaN."""
+    if dtype.itemsize == 1:
+        states = states.to(torch.float32) * (1.0 / scale)
+    highest = torch.finfo(dtype).max
+    if highest < torch.finfo(states.dtype).max:
+        states = states.clamp(-highest, highest)
+    return states.to(dtype)
 
 
 def _usable_slots(slot_mapping: Tensor) -> _Slots:

@@ -1,8 +1,10 @@
 """Paged attention by our Triton kernels, on CUDA and ROCm devices.
 
-Decodes run with split KV, chunks of prompts by query tiles. Nothing is read back from the device
-and, once the workspaces are there, nothing but the output is allocated. On CPU tensors the same
-code runs under triton's interpreter, for tests.
+Decodes run with split KV, chunks of prompts by query tiles. Where a token's bits must not depend
+on the step, all run by query tiles of one size: a token may be decoded in one run and, after a
+preemption or at the end of a prompt, be part of a chunk in another. Nothing is read back from the
+device and, once the workspaces are there, nothing but the output is allocated. On CPU tensors the
+same code runs under triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -13,26 +15,13 @@ from dataclasses import dataclass
 import torch
 from cbatch_kernels.kv_store import store_kv
 from cbatch_kernels.paged_attention import paged_decode, paged_prefill
-from cbatch_kernels.tiles import (
-    DETERMINISTIC_SPLIT_SIZE,
-    AttentionTiles,
-    attention_tiles,
-    num_decode_splits,
-)
+from cbatch_kernels.tiles import AttentionTiles, attention_tiles, num_decode_splits
 from torch import Tensor
 
-from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+from cbatch_cli.attention.metadata import AttentionMetadata, KVScales, LayerSpec
 
 _MAX_WORKSPACE_ELEMENTS = 1 << 26
 """Where more would be needed, decodes are launched a part at a time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVScales:
-    """What keys and values are divided by before an fp8 cache rounds them."""
-
-    k: float = 1.0
-    v: float = 1.0
 
 
 class TritonAttentionBackend:
@@ -59,9 +48,9 @@ class TritonAttentionBackend:
             if k_cache.shape[1] != block_size:
                 raise ValueError(f"k_cache has blocks of {k_cache.shape[1]}, not of {block_size}")
         self._kv_scales = kv_scales or {}
-        self._split_size = DETERMINISTIC_SPLIT_SIZE if deterministic else None
+        self._deterministic = deterministic
         self._device = caches[0][0].device if caches else torch.device("cpu")
-        self._arch, self._num_processors = _describe(self._device)
+        self._arch, self._num_processors = describe_device(self._device)
         self._steps: list[_GroupStep] = []
         num_partials, num_elements = self._workspace_size(layers, max_num_seqs, max_model_len)
         self._lse = torch.empty(num_partials, dtype=torch.float32, device=self._device)
@@ -69,7 +58,7 @@ class TritonAttentionBackend:
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
         """Take the layout of the next forward pass, one entry per KV group."""
-        self._steps = [_GroupStep.of(entry) for entry in metadata]
+        self._steps = [_GroupStep.of(entry, self._deterministic) for entry in metadata]
 
     def forward(
         self,
@@ -136,7 +125,7 @@ class TritonAttentionBackend:
                 dtype=query.dtype,
                 kind="prefill",
                 has_window_or_cap=attention.has_window_or_cap,
-                num_query_rows=None if self._split_size else metadata.max_query_len * group_size,
+                num_query_rows=None if self._deterministic else metadata.max_query_len * group_size,
             ),
             max_query_len=metadata.max_query_len,
             scale=attention.scale,
@@ -157,10 +146,9 @@ class TritonAttentionBackend:
             max_seq_len=metadata.max_seq_len,
             num_processors=self._num_processors,
             sliding_window=layer.sliding_window,
-            split_size=self._split_size,
         )
         rows_at_once = step.num_decodes
-        if num_splits > 1 or self._split_size:
+        if num_splits > 1:
             per_row = layer.num_heads * num_splits
             rows_at_once = min(
                 self._lse.numel() // per_row,
@@ -177,7 +165,6 @@ class TritonAttentionBackend:
                 output[rows],
                 tiles=self._decode_tiles(layer, query.dtype),
                 num_splits=num_splits,
-                split_size=self._split_size,
                 partials=self._partials,
                 lse=self._lse,
                 scale=attention.scale,
@@ -197,6 +184,8 @@ class TritonAttentionBackend:
     ) -> tuple[int, int]:
         """Partial results that any step can need at once, and the numbers that they hold."""
         most_partials = most_elements = 1
+        if self._deterministic:
+            return most_partials, most_elements
         for layer in layers:
             for num_seqs in range(1, max_num_seqs + 1):
                 num_splits = num_decode_splits(
@@ -205,9 +194,8 @@ class TritonAttentionBackend:
                     max_seq_len=max_model_len,
                     num_processors=self._num_processors,
                     sliding_window=layer.sliding_window,
-                    split_size=self._split_size,
                 )
-                if num_splits == 1 and not self._split_size:
+                if num_splits == 1:
                     continue
                 per_row = layer.num_heads * num_splits
                 num_rows = max(1, _MAX_WORKSPACE_ELEMENTS // (per_row * layer.value_head_dim))
@@ -244,9 +232,9 @@ class _GroupStep:
     num_tokens: int
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata) -> _GroupStep:
+    def of(cls, metadata: AttentionMetadata, all_are_chunks: bool) -> _GroupStep:
         num_seqs = len(metadata.query_lens_cpu)
-        num_decodes = metadata.num_decodes
+        num_decodes = 0 if all_are_chunks else metadata.num_decodes
         return cls(metadata, num_decodes, num_seqs - num_decodes, sum(metadata.query_lens_cpu))
 
 
@@ -254,8 +242,8 @@ def _dense(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _describe(device: torch.device) -> tuple[str, int]:
-    """The architecture and how many processors it has."""
+def describe_device(device: torch.device) -> tuple[str, int]:
+    """The architecture, as the tables of tiles name it, and how many processors it has."""
     if device.type != "cuda":
         return "interpreter", 8
     properties = torch.cuda.get_device_properties(device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cbatch_cli.bench.config import NUM_MADE_UP, REPEAT, SCHEDULERS
-from cbatch_cli.cli_help import flag, option
+from cbatch_cli.bench.suite import SuiteName
+from cbatch_cli.cli_help import choices, flag, option
 
 Workload = Annotated[
     list[str] | None,
@@ -58,6 +60,20 @@ Repeat = Annotated[
 Seed = Annotated[
     int | None,
     option("Benchmark", "--seed", "N", "Seed of the rows that are made up, and of sampling."),
+]
+Suite = Annotated[
+    SuiteName | None,
+    option(
+        "Benchmark",
+        "--suite",
+        choices(SuiteName),
+        "Measure a whole machine instead of a workload: kernels, whole models of random weights, "
+        "and what the hardware could do.",
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    option("Benchmark", "--json-file", "FILE.json", "Write all numbers there too, as JSON."),
 ]
 Json = Annotated[
     bool, flag("Terminal", "--json", "Print all numbers as one JSON object instead of a table.")

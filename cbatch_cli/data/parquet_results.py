@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,10 @@ class ParquetResults:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             raise OutputError(f"cannot read back {path}: {error}") from error
-        names = self._file.schema_arrow.names
-        self._names = names[-6:] if with_token_ids else names[-5:]
+        self._names = own_names(self._file, with_token_ids=with_token_ids)
         self._groups = self._rows_of_groups()
         self._group_rows = range(0)
-        self._group: list[dict[str, Any]] = []
+        self._group: list[Sequence[Any]] = []
 
     def __contains__(self, row_index: int) -> bool:
         """Whether the file holds a row."""
@@ -46,7 +45,7 @@ class ParquetResults:
                 return None
             self._group = self._read(number)
             self._group_rows = self._groups[number]
-        return _decode(self._group[row_index - self._group_rows.start])
+        return decode_result(self._group[row_index - self._group_rows.start])
 
     def close(self) -> None:
         """Release the file."""
@@ -71,24 +70,30 @@ class ParquetResults:
             groups.append(range(first, first + group.num_rows))
         return groups
 
-    def _read(self, row_group: int) -> list[dict[str, Any]]:
-        """Rows under our names, whatever prefix they have in the file."""
+    def _read(self, row_group: int) -> list[Sequence[Any]]:
         try:
             table = self._file.read_row_group(row_group, columns=self._names)
         except (OSError, pa.ArrowException) as error:
             raise OutputError(f"cannot read back {self._path}: {error}") from error
-        ours = ["row_index", "completion", "finish_reason", "error", "metrics", "token_ids"]
         columns = [table.column(name).to_pylist() for name in self._names]
-        return [dict(zip(ours, values, strict=False)) for values in zip(*columns, strict=True)]
+        return list(zip(*columns, strict=True))
 
 
-def _decode(values: Mapping[str, Any]) -> RowResult:
-    error, token_ids = values["error"], values.get("token_ids")
+def own_names(file: pq.ParquetFile, *, with_token_ids: bool) -> list[str]:
+    """The names that our columns have in a file, prefixes included, in the order of the README."""
+    names: list[str] = file.schema_arrow.names
+    return names[-6:] if with_token_ids else names[-5:]
+
+
+def decode_result(values: Sequence[Any]) -> RowResult:
+    """The result that our columns hold for a row, given in their order."""
+    row_index, completion, finish_reason, error, metrics, *rest = values
+    token_ids = rest[0] if rest else None
     return RowResult(
-        row_index=values["row_index"],
-        completion=values["completion"],
-        finish_reason=FinishReason(values["finish_reason"]),
+        row_index=row_index,
+        completion=completion,
+        finish_reason=FinishReason(finish_reason),
         error=error and RowError(RowErrorType(error["type"]), error["message"]),
-        metrics=RequestMetrics(**values["metrics"]),
+        metrics=RequestMetrics(**metrics),
         token_ids=None if token_ids is None else tuple(token_ids),
     )

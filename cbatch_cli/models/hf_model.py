@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cbatch_cli.attention.backend import AttentionBackend, AttentionBackendName
-from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.attention.metadata import KVScales, LayerSpec
 from cbatch_cli.errors import ModelError
 from cbatch_cli.models.attention_hook import ATTENTION, RECORDER, Recording
 
@@ -44,6 +44,8 @@ class HFModel:
         self.device: torch.device = model.device
         self.attention_backend: AttentionBackendName = "torch"
         """The backend that was found to give the model's own logits."""
+        self.kv_scales: Mapping[int, KVScales] = {}
+        """Scales of a KV cache of eight bits that the checkpoint holds, by the layer's index."""
         self.only_largest = False
         """Whether the forward pass that runs is asked for nothing but each row's largest logit."""
         self.num_parameter_bytes = sum(
@@ -70,6 +72,15 @@ class HFModel:
     def attention_modules(self) -> tuple[nn.Module, ...]:
         """The modules of `layer_specs`."""
         return tuple(self._recording.modules)
+
+    @property
+    def attention_names(self) -> dict[int, str]:
+        """The names of `attention_modules` in the model, by the layer's index."""
+        names = {module: name for name, module in self._model.named_modules()}
+        return {
+            spec.index: names[module]
+            for spec, module in zip(self.layer_specs, self.attention_modules, strict=True)
+        }
 
     def bind(self, backend: AttentionBackend, layers: Sequence[LayerSpec] | None = None) -> None:
         """Have the attention layers run on `backend` from now on.

@@ -19,6 +19,7 @@ from cbatch_cli.config import AttentionBackendChoice, DtypeName
 from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models.context_length import resolve_max_model_len
 from cbatch_cli.models.hf_model import HFModel
+from cbatch_cli.models.kv_scales import read_kv_scales
 from cbatch_cli.models.model_files import ModelFiles, resolve_model
 from cbatch_cli.models.quiet import quiet_transformers
 from cbatch_cli.models.self_check import self_check
@@ -85,6 +86,7 @@ def load_model(
             eos_token_ids=_eos_token_ids(model, files),
             generation_defaults=_generation_defaults(model),
         )
+    hf_model.kv_scales = read_kv_scales(files.folder, hf_model.attention_names)
     return hf_model
 
 

@@ -49,6 +49,11 @@ def file_of_tensor(folder: Path, tensor: str) -> Path | None:
     return None
 
 
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Every stored tensor by its name, with the file that holds it."""
+    return {name: path for path in _tensors_by_file(folder) for name in _read_header(path)}
+
+
 def _tensors_by_file(folder: Path) -> dict[Path, set[str]]:
     """The files that transformers would read, in its order, with the tensors the index wants."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME

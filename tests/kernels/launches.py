@@ -13,12 +13,18 @@ from typing import Any
 
 import torch
 import triton
-from cbatch_kernels import kv_store_jit, layers_jit, paged_attention_jit, sampling_jit
+from cbatch_kernels import (
+    kv_store_jit,
+    layers_jit,
+    matmul_jit,
+    paged_attention_jit,
+    sampling_jit,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-JIT_MODULES = (kv_store_jit, layers_jit, paged_attention_jit, sampling_jit)
+JIT_MODULES = (kv_store_jit, layers_jit, matmul_jit, paged_attention_jit, sampling_jit)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

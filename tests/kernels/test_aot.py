@@ -16,26 +16,22 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("triton is interpreting in this process", allow_module_level=True)
 
+from tests.kernels.kernel_table import launches_of, table
 from tests.kernels.launches import SHARED_MEMORY_KB, TARGETS, Launch, compile_launch
 from tests.kernels.variants import (
+    FP8_DTYPES,
     HEAD_DIMS,
     AttentionVariant,
     attention_launches,
+    grid,
     layer_launches,
+    linear_launches,
     sampling_launches,
     store_launches,
 )
 
 pytestmark = pytest.mark.kernels
 
-# e4m3 has no conversions before Ada, and AMD's is a format of its own.
-FP8 = {
-    "sm_80": torch.float8_e5m2,
-    "sm_89": torch.float8_e4m3fn,
-    "sm_90": torch.float8_e4m3fn,
-    "sm_100": torch.float8_e4m3fn,
-    "gfx942": torch.float8_e4m3fnuz,
-}
 PREFILL_TENSOR_CORES = {
     "sm_80": {"HMMA"},
     "sm_89": {"HMMA"},
@@ -55,6 +51,9 @@ def check(label: str, launch: Launch, arch: str, folder: Path, *, allowed_spills
     assert compiled.spilled <= allowed_spills, (label, launch.name)
     assert compiled.shared_kb <= SHARED_MEMORY_KB[arch], (label, launch.name)
     uses_tensor_cores = "query" in launch.arguments and "seq_lens" in launch.arguments
+    if launch.name == "linear" and launch.arguments["states"].dtype != torch.float32:
+        assert compiled.has_wide_loads
+        assert PREFILL_TENSOR_CORES[arch] & set(compiled.tensor_cores)
     if uses_tensor_cores and launch.arguments["query"].dtype != torch.float32:
         assert compiled.has_wide_loads
         assert compiled.tensor_cores
@@ -95,31 +94,21 @@ def test_other_kernels(arch: str, tmp_path: Path) -> None:
 
 def check_others(dtype: torch.dtype, arch: str, folder: Path) -> None:
     label = str(dtype).removeprefix("torch.")
-    launches = layer_launches(dtype) + sampling_launches()
+    launches = layer_launches(dtype) + linear_launches(dtype, arch) + sampling_launches()
     for head_dim in (80, 128):
-        for kv_dtype in (dtype, FP8[arch]):
+        for kv_dtype in (dtype, *FP8_DTYPES[arch]):
             launches += store_launches(dtype, kv_dtype, head_dim)
     for launch in launches:
         check(label, launch, arch, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["plain", "window", "all"])
-@pytest.mark.parametrize("dtypes", ["bf16", "fp16", "fp32", "fp8"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("arch", TARGETS)
-def test_attention_everywhere(
-    arch: str, head_dim: int, dtypes: str, features: str, tmp_path: Path
-) -> None:
-    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(dtypes, torch.bfloat16)
-    variant = AttentionVariant(
-        head_dim=head_dim,
-        value_head_dim=128 if head_dim == 192 else None,
-        dtype=dtype,
-        kv_dtype=FP8[arch] if dtypes == "fp8" else None,
-        features=features,  # type: ignore[arg-type]
-    )
-    check_attention(variant, arch, tmp_path)
+def test_attention_everywhere(arch: str, head_dim: int, tmp_path: Path) -> None:
+    for variant in grid(arch):
+        if variant.head_dim == head_dim:
+            check_attention(variant, arch, tmp_path)
 
 
 @pytest.mark.slow
@@ -138,3 +127,16 @@ def test_groups_and_small_tiles(
 @pytest.mark.parametrize("arch", TARGETS)
 def test_other_kernels_everywhere(arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
     check_others(dtype, arch, tmp_path)
+
+
+def test_the_page_of_kernels_shows_the_worst_of_each() -> None:
+    """`python -m tests.kernels.kernel_table` writes it."""
+    shared = {"arch": "sm_90", "kernel": "linear"}
+    results = [
+        {**shared, "registers": 90, "shared_kb": 96.0, "spilled": 0, "tensor_cores": ["HGMMA"]},
+        {**shared, "registers": 120, "shared_kb": 16.0, "spilled": 3, "tensor_cores": []},
+    ]
+    assert table(results).endswith("| sm_90 | linear | 2 | 120 | 96.0 | 3 | HGMMA |\n")
+    for arch in TARGETS:
+        names = [variant for variant, _ in launches_of(arch)]
+        assert len(names) == len(set(names)) > 50

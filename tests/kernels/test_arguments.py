@@ -137,19 +137,3 @@ def test_splits_fill_the_device(num_seqs: int, max_seq_len: int, expected: int) 
         num_seqs=num_seqs, num_kv_heads=8, max_seq_len=max_seq_len, num_processors=132
     )
     assert num_splits == expected
-
-
-@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 200])
-def test_fixed_splits_reach_every_key(window: int | None) -> None:
-    for seq_len in range(1, 400):
-        first_key = 0 if window is None else max(0, seq_len - window)
-        needed = (seq_len - 1) // 64 - first_key // 64 + 1
-        num_splits = num_decode_splits(
-            num_seqs=9,
-            num_kv_heads=9,
-            max_seq_len=400,
-            num_processors=9,
-            sliding_window=window,
-            split_size=64,
-        )
-        assert needed <= num_splits <= needed + 7

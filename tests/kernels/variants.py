@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from cbatch_kernels.kv_store import store_kv
 from cbatch_kernels.layers import act_and_mul, rms_norm, rope
+from cbatch_kernels.matmul import linear
 from cbatch_kernels.paged_attention import paged_decode, paged_prefill
 from cbatch_kernels.sampling import filter_thresholds, gumbel_argmax, scale_logits
-from cbatch_kernels.tiles import DETERMINISTIC_SPLIT_SIZE, attention_tiles
+from cbatch_kernels.tiles import attention_tiles, matmul_tiles
 from torch import Tensor
 
 from tests.kernels.launches import Launch, record_launches
@@ -18,6 +20,15 @@ from tests.kernels.launches import Launch, record_launches
 Features = Literal["plain", "window", "all"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+# e4m3 has no conversions before Ada, and AMD's is a format of its own.
+FP8_DTYPES = {
+    "sm_80": (torch.float8_e5m2,),
+    "sm_89": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "sm_90": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "sm_100": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "gfx942": (torch.float8_e4m3fnuz,),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,21 @@ class AttentionVariant:
             dims += f"/{self.value_head_dim}"
         kv_dtype = f" kv {_short(self.kv_dtype)}" if self.kv_dtype else ""
         return f"D {dims} {_short(self.dtype)}{kv_dtype} {self.features}"
+
+
+def grid(arch: str) -> Iterator[AttentionVariant]:
+    """Every head dimension with every dtype that a card has, plain and with all features."""
+    for head_dim in HEAD_DIMS:
+        for features in ("plain", "all"):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                for kv_dtype in (None, *(FP8_DTYPES[arch] if dtype == torch.bfloat16 else ())):
+                    yield AttentionVariant(
+                        head_dim=head_dim,
+                        value_head_dim=128 if head_dim == 192 else None,
+                        dtype=dtype,
+                        kv_dtype=kv_dtype,
+                        features=features,  # type: ignore[arg-type]
+                    )
 
 
 def attention_launches(variant: AttentionVariant, arch: str) -> list[Launch]:
@@ -90,7 +116,7 @@ def attention_launches(variant: AttentionVariant, arch: str) -> list[Launch]:
             softcap=softcap,
             sinks=sinks,
         )
-        for splits, split_size in ((1, None), (num_splits, None), (1, DETERMINISTIC_SPLIT_SIZE)):
+        for splits, split_size in ((1, None), (num_splits, None), (1, 512)):
             num_partials = num_seqs * num_heads * splits
             paged_decode(
                 query(num_seqs),
@@ -144,6 +170,21 @@ def layer_launches(dtype: torch.dtype) -> list[Launch]:
         gate, up = wide.chunk(2, dim=1)
         act_and_mul(gate, up, _empty(512, 14336, dtype=dtype), activation="silu")
         act_and_mul(gate, up, _empty(512, 14336, dtype=dtype), activation="gelu_tanh")
+    return launches
+
+
+def linear_launches(dtype: torch.dtype, arch: str) -> list[Launch]:
+    """Products with and without bias, of rows that fill tiles and rows that do not."""
+    tiles = matmul_tiles(arch, dtype)
+    with record_launches() as launches:
+        for in_dim, bias in ((4096, None), (4096, _empty(6144, dtype=dtype)), (2888, None)):
+            linear(
+                _empty(500, in_dim, dtype=dtype),
+                _empty(6144, in_dim, dtype=dtype),
+                _empty(500, 6144, dtype=dtype),
+                bias=bias,
+                tiles=tiles,
+            )
     return launches
 
 

@@ -17,6 +17,7 @@ class Mutant:
 
 ATTENTION = "paged_attention_jit"
 STORE = "kv_store_jit"
+MATMUL = "matmul_jit"
 
 MUTANTS = (
     Mutant(
@@ -198,5 +199,47 @@ MUTANTS = (
         STORE,
         "offset = slot % BLOCK_SIZE",
         "offset = (slot + 1) % BLOCK_SIZE",
+    ),
+    Mutant(
+        "the last input features of a product are dropped",
+        MATMUL,
+        "range(0, IN_DIM, BLOCK_K)",
+        "range(0, IN_DIM // BLOCK_K * BLOCK_K, BLOCK_K)",
+    ),
+    Mutant(
+        "weights of the next output feature are multiplied",
+        MATMUL,
+        "feature_mask[None, :] & (inner < left)[:, None]",
+        "feature_mask[None, :] & (inner <= left)[:, None]",
+    ),
+    Mutant(
+        "states of rows that are not there are read",
+        MATMUL,
+        "row_mask[:, None] & (inner < left)[None, :]",
+        "(inner < left)[None, :]",
+    ),
+    Mutant(
+        "an output row too many is written",
+        MATMUL,
+        "row_mask = rows < num_rows",
+        "row_mask = rows < num_rows + 1",
+    ),
+    Mutant(
+        "the bias is that of the block before",
+        MATMUL,
+        "tl.load(bias + features, mask",
+        "tl.load(bias + features % BLOCK_N, mask",
+    ),
+    Mutant(
+        "32-bit offset into the weights of a product",
+        MATMUL,
+        "features = tl.program_id(1).to(tl.int64)",
+        "features = tl.program_id(1)",
+    ),
+    Mutant(
+        "a row is moved by the sum of its neighbours",
+        MATMUL,
+        "    if HAS_BIAS:",
+        "    accumulator += tl.sum(accumulator, 0)[None, :] * 1e-7\n    if HAS_BIAS:",
     ),
 )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cbatch_cli.assembly import build_core
 from cbatch_cli.attention.backend import choose_attention_backend
-from cbatch_cli.attention.triton_backend import KVScales, TritonAttentionBackend
+from cbatch_cli.attention.metadata import KVScales
+from cbatch_cli.attention.triton_backend import TritonAttentionBackend
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.request import Request, RequestKey, SamplingParams
@@ -177,7 +178,9 @@ def test_the_engine_makes_the_same_tokens(name: str, monkeypatch: pytest.MonkeyP
     expected = generate(name, config=config)
     built: list[TritonAttentionBackend] = []
 
-    def build(layers: object, caches: object, block_size: int) -> TritonAttentionBackend:
+    def build(
+        layers: object, caches: object, block_size: int, **_: object
+    ) -> TritonAttentionBackend:
         built.append(
             TritonAttentionBackend(
                 layers,  # type: ignore[arg-type]

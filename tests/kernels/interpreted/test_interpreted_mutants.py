@@ -23,6 +23,11 @@ from tests.kernels.interpreted.attention_checks import (
     small_tiles,
     with_fp8_cache,
 )
+from tests.kernels.interpreted.matmul_checks import (
+    check_linear,
+    check_rows_in_every_batch,
+    check_weights_more_than_2_31_elements_apart,
+)
 from tests.kernels.interpreted.mutants import MUTANTS, Mutant
 from tests.kernels.interpreted.test_interpreted_attention import (
     check_cache_of_more_than_2_31_elements,
@@ -34,6 +39,9 @@ _TIMEOUT_S = 900
 
 def run_checks(folder: Path) -> None:
     """A few small cases, chosen so that tiles, blocks, windows and splits do not line up."""
+    check_linear(19, 37, 21, has_bias=True, dtype=torch.float32)
+    check_rows_in_every_batch(5, 3, 20, in_dim=33, dtype=torch.float32)
+    check_weights_more_than_2_31_elements_apart(folder)
     fp8 = make_case([(40, 1)], head_dim=16, dtype=torch.float32, num_kv_heads=1, group_size=1)
     fp8 = check_store(with_fp8_cache(fp8, torch.float8_e4m3fn))
     check_decode(fp8, small_tiles(), num_splits=1)
