@@ -74,24 +74,28 @@ def draw_likely(
     uses_k = (top_k > 0) & (top_k < vocab_size)
     smallest_of_k = scaled.gather(1, (top_k.clamp(1, count) - 1)[:, None])[:, 0]
     lowest = torch.where(uses_k, smallest_of_k, -torch.inf)
+    # What comes after the last may be as probable as it is.
+    has_rest = count < vocab_size
     counts = ~uses_k | (top_k <= count)
+    if has_rest:
+        counts &= ~uses_k | (scaled[:, -1] < lowest)
 
     uses_p = top_p < 1.0
     if uses_p.any():
-        mass = torch.where(scaled >= lowest[:, None], weights, 0.0).double().sum(dim=-1)
+        # Added one by one, so that the sum is the same however many are looked at.
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        num_kept = (scaled >= lowest[:, None]).sum(dim=-1, keepdim=True)
+        mass = cumulative.gather(1, num_kept - 1)[:, 0]
         if not uses_k.all():
             everything = exponential_sums(kernels, logits, maxima, 1.0 / temperature)
             mass = torch.where(uses_k, mass, everything)
-        reached = torch.searchsorted(
-            weights.double().cumsum(dim=-1), (mass * top_p)[:, None], side="left"
-        )[:, 0]
+        reached = torch.searchsorted(cumulative, (mass * top_p)[:, None])[:, 0]
         counts &= ~uses_p | (reached < count)
         smallest_of_p = scaled.gather(1, reached.clamp(max=count - 1)[:, None])[:, 0]
         lowest = torch.where(uses_p, torch.maximum(lowest, smallest_of_p), lowest)
     min_p = torch.from_numpy(filters.min_p)
     lowest = torch.maximum(lowest, min_p.log().to(lowest.dtype))
-    if count < vocab_size:
-        # What comes after the last may be as probable as it is.
+    if has_rest:
         counts &= scaled[:, -1] < lowest
 
     ids, order = ids.sort(dim=-1)

@@ -193,11 +193,10 @@ def keep_filtered(
     for index in use_k:
         kept[index] &= scaled[index] >= candidates[index, top_k[index] - 1]
     for index in use_p:
-        mass = float(torch.where(kept[index], scaled[index].exp(), 0.0).double().sum())
-        threshold = _top_p_threshold(candidates[index], kept_mass=mass * top_p[index])
+        threshold = _top_p_threshold(candidates[index], kept[index], scaled[index], top_p[index])
         if threshold is None:
             everything = scaled[index].sort(descending=True).values
-            threshold = _top_p_threshold(everything, kept_mass=mass * top_p[index])
+            threshold = _top_p_threshold(everything, kept[index], scaled[index], top_p[index])
         if threshold is not None:
             kept[index] &= scaled[index] >= threshold
     for index in np.flatnonzero(min_p):
@@ -205,8 +204,19 @@ def keep_filtered(
     return kept
 
 
-def _top_p_threshold(descending: Tensor, *, kept_mass: float) -> float | None:
-    """The smallest value needed to reach `kept_mass`; None when all values do not reach it."""
-    cumulative = descending.double().exp().cumsum(dim=-1)
-    reached = int(torch.searchsorted(cumulative, kept_mass))
+def _top_p_threshold(
+    descending: Tensor, kept: Tensor, scaled: Tensor, top_p: float
+) -> float | None:
+    """The smallest value needed for the share `top_p` of what `kept` weighs.
+
+    None when the values `descending`, the largest of a row, do not reach it.
+    """
+    cumulative = descending.exp().cumsum(dim=-1, dtype=torch.float64)
+    num_kept = int(kept.sum())
+    if num_kept <= len(descending):
+        # Added one by one, so that the sum is the same however many are looked at.
+        mass = float(cumulative[num_kept - 1])
+    else:
+        mass = float(torch.where(kept, scaled.exp(), 0.0).double().sum())
+    reached = int(torch.searchsorted(cumulative, mass * top_p))
     return None if reached == len(descending) else float(descending[reached])
