@@ -217,9 +217,12 @@ def _make_batch_invariant(
 
 def _fuse(
     model: HFModel, config: EngineConfig, log: Log, kernels: CPUKernels | None
-) -> FusionReport | None:
-    """Replace layers by fused ones where that is possible; None where nothing can be fused."""
-    from cbatch_kernels.cpu_library import KernelsUnavailable
+) -> FusionReport:
+    """Replace layers, and parts of others, by fused ones where that is possible.
+
+    Raises `UsageError` for an option that needs more of it than there is.
+    """
+    from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 
     from cbatch_cli.models.fusion import fuse_layers
 
@@ -228,18 +231,17 @@ def _fuse(
     if config.quantization == "w8a16":
         mode, wanted = "w8a16", "--quantization w8a16"
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
-    if not is_float32_on_cpu:
-        if wanted is not None:
-            also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"
-            raise UsageError(f"{wanted} needs a float32 model on a CPU{also}")
-        return None
-    try:
-        report = fuse_layers(model, mode=mode, kernels=kernels)
-    except KernelsUnavailable as error:
-        if wanted is not None:
-            raise UsageError(f"{wanted} needs the compiled CPU kernels: {error}") from None
-        log(f"the compiled CPU kernels are not in use: {error}")
-        return None
+    if not is_float32_on_cpu and wanted is not None:
+        also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"
+        raise UsageError(f"{wanted} needs a float32 model on a CPU{also}")
+    if is_float32_on_cpu and kernels is None:
+        try:
+            kernels = load_kernels()
+        except KernelsUnavailable as error:
+            if wanted is not None:
+                raise UsageError(f"{wanted} needs the compiled CPU kernels: {error}") from None
+            log(f"the compiled CPU kernels are not in use: {error}")
+    report = fuse_layers(model, mode=mode, kernels=kernels)
     if wanted is not None and report.num_fused < report.num_layers:
         reasons = ", ".join(report.reasons)
         raise UsageError(f"{wanted} needs every layer to be fused, which failed: {reasons}")

@@ -236,6 +236,24 @@ Deterministic = Annotated[
         "takes slower kernels with fixed tiles.",
     ),
 ]
+Overlap = Annotated[
+    bool | None,
+    flag(
+        "Engine",
+        "--overlap/--no-overlap",
+        "Prepare and launch a step while the GPU computes the one before it. Done on a GPU "
+        "unless turned off.",
+    ),
+]
+CudaGraphs = Annotated[
+    bool | None,
+    flag(
+        "Engine",
+        "--cuda-graphs/--no-cuda-graphs",
+        "Record steps in which all rows decode and replay them: on a GPU, and done there unless "
+        "turned off or the model does not allow it.",
+    ),
+]
 Scheduler = Annotated[
     SchedulerName | None,
     option(

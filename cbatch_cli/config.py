@@ -82,6 +82,10 @@ class EngineConfig:
 
     On a GPU products and norms run on kernels with fixed tiles.
     """
+    overlap: bool | None = None
+    """Launch a step while the one before it runs on the GPU; None: where a GPU can."""
+    cuda_graphs: bool | None = None
+    """Record the steps in which everybody decodes and replay them; None: where that works."""
     scheduler: SchedulerName = "continuous"
     prefix_caching: bool = True
     seed: int = 0

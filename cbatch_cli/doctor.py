@@ -171,6 +171,7 @@ def _operation_facts(observation: StepObservation) -> dict[str, Any]:
     most = max(observation.operations, key=lambda names: sum(names.values()))
     return {
         "per_layer": list(observation.operations_per_layer),
+        "of_attention": list(observation.attention_operations),
         "outside_layers": sum(observation.operations_outside.values()),
         "of_the_longest_layer": dict(sorted(most.items())),
     }
@@ -208,7 +209,8 @@ def _model_lines(facts: Mapping[str, Any]) -> list[str]:
     }
     for when, counts in facts.get("operations", {}).items():
         lines[f"ops {when.replace('_', ' ')}"] = (
-            f"{_range(counts['per_layer'])} per layer, {counts['outside_layers']} outside of layers"
+            f"{_range(counts['per_layer'])} per layer, of which attention "
+            f"{_range(counts['of_attention'])}; {counts['outside_layers']} outside of layers"
         )
     return _table(lines)
 
@@ -238,14 +240,20 @@ def _fusion_lines(
     if invariant is not None:
         counts = f"{invariant['num_linears']} linear layers, {invariant['num_norms']} norms"
         return {"fused": "nothing: --deterministic", "fixed tiles": counts}
-    if fusion is None:
-        return {"fused": "nothing: that needs a float32 model on a CPU and the CPU kernels"}
-    reasons = [f"{count} not, since {why}" for why, count in fusion["reasons"].items()]
+    assert fusion is not None
+    whole = {"num_found": fusion["num_layers"], **fusion}
     kinds = [f"{count} {kind}" for kind, count in fusion["linear_kinds"].items()]
     return {
-        "fused": "; ".join([f"{fusion['num_fused']} of {fusion['num_layers']} layers", *reasons]),
+        "fused": f"{_counted('layers', whole)}; by {fusion['operations']} operations",
+        **{f"fused {kind}": _counted(kind, part) for kind, part in fusion["parts"].items()},
         "linear": ", ".join(kinds) or "all as in transformers",
     }
+
+
+def _counted(kind: str, facts: Mapping[str, Any]) -> str:
+    """How many were fused, and why the others were not."""
+    reasons = [f"{count} not, since {why}" for why, count in facts["reasons"].items()]
+    return "; ".join([f"{facts['num_fused']} of {facts['num_found']} {kind}", *reasons])
 
 
 def _range(counts: Sequence[int]) -> str:

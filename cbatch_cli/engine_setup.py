@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.admission import ContinuousAdmission, StaticAdmission
@@ -16,9 +18,11 @@ from cbatch_cli.engine.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
 
+    from cbatch_cli.attention.backend import AttentionBackend
     from cbatch_cli.attention.metadata import KVScales
     from cbatch_cli.engine.kv_groups import KVGroups
     from cbatch_cli.models.hf_model import HFModel
+    from cbatch_cli.runner_setup import RunnerFeatures
 
 CPU_MEMORY_SHARE = 0.25
 """Of what is available once the model is loaded, the KV pool's share on a CPU."""
@@ -33,13 +37,25 @@ def print_nothing(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """The engine's sizes, those filled in that the configuration leaves open."""
+    """The engine's sizes and ways, those filled in that the configuration leaves open."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     max_model_len: int
     num_blocks: int
+    overlap: bool
+    """Whether a step is launched while the one before it runs."""
+    cuda_graphs: bool
+    """Whether steps in which everybody decodes are recorded and replayed."""
+
+
+class _BindBackend(Protocol):
+    """Binds attention over a new KV cache to the model."""
+
+    def __call__(
+        self, num_blocks: int, *, block_size: int, max_num_seqs: int
+    ) -> AttentionBackend: ...
 
 
 def build_core(
@@ -52,31 +68,39 @@ def build_core(
     from cbatch_cli.attention.backend import build_attention_backend
     from cbatch_cli.engine.kv_cache import KVCache
     from cbatch_cli.engine.kv_groups import group_layers
-    from cbatch_cli.engine.model_runner import TorchModelRunner
-    from cbatch_cli.engine.sampler import Sampler
+    from cbatch_cli.runner_setup import RunnerSizes, build_runner, resolve_features
 
     model.unbind()  # the KV cache of an engine built before it would take the new one's memory
     groups = group_layers(model.layer_specs)
     kv_dtype = resolve_kv_dtype(model, config)
-    limits = _resolve_limits(config, model, groups, kv_dtype, log=log)
-    cache = KVCache(
-        groups,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        dtype=kv_dtype,
-        device=model.device,
+    kv_scales = _kv_scales(model, kv_dtype, log)
+
+    def bind_backend(num_blocks: int, *, block_size: int, max_num_seqs: int) -> AttentionBackend:
+        cache = KVCache(
+            groups,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kv_dtype,
+            device=model.device,
+        )
+        backend = build_attention_backend(
+            model.attention_backend,
+            groups.layers,
+            cache.layers,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model.max_model_len,
+            deterministic=bool(config.deterministic),
+            kv_scales=kv_scales,
+        )
+        model.bind(backend, groups.layers)
+        return backend
+
+    features = resolve_features(config, model, log)
+    limits = _resolve_limits(config, model, groups, features, bind_backend, kv_dtype, log=log)
+    backend = bind_backend(
+        limits.num_blocks, block_size=limits.block_size, max_num_seqs=limits.max_num_seqs
     )
-    backend = build_attention_backend(
-        model.attention_backend,
-        groups.layers,
-        cache.layers,
-        limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        deterministic=bool(config.deterministic),
-        kv_scales=_kv_scales(model, kv_dtype, log),
-    )
-    model.bind(backend, groups.layers)
     # A config may name ids that the model cannot give.
     eos_token_ids = frozenset(i for i in model.eos_token_ids if i < model.vocab_size)
     policy = (
@@ -97,16 +121,20 @@ def build_core(
         eos_token_ids=eos_token_ids,
         policy=policy,
     )
-    runner = TorchModelRunner(
-        model=model,
-        backend=backend,
-        sampler=Sampler(
-            num_slots=limits.max_num_seqs, seed=config.seed, eos_token_ids=eos_token_ids
+    runner, features = build_runner(
+        model,
+        backend,
+        features,
+        RunnerSizes(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size,
+            num_kv_groups=len(groups.windows),
+            max_sequence_tokens=scheduler.max_sequence_tokens,
         ),
-        num_slots=limits.max_num_seqs,
-        num_kv_groups=len(groups.windows),
-        max_blocks_per_sequence=-(-scheduler.max_sequence_tokens // limits.block_size),
-        block_size=limits.block_size,
+        config=config,
+        eos_token_ids=eos_token_ids,
+        log=log,
     )
     if scheduler.max_sequence_tokens < limits.max_model_len:
         log(
@@ -120,7 +148,7 @@ def build_core(
         step_timeout_s=config.step_timeout,
         vocab_size=model.vocab_size,
     )
-    return core, limits
+    return core, dataclasses.replace(limits, cuda_graphs=features.cuda_graphs)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -154,7 +182,14 @@ def _kv_scales(model: HFModel, kv_dtype: torch.dtype, log: Log) -> Mapping[int, 
 
 
 def _resolve_limits(
-    config: EngineConfig, model: HFModel, groups: KVGroups, kv_dtype: torch.dtype, *, log: Log
+    config: EngineConfig,
+    model: HFModel,
+    groups: KVGroups,
+    features: RunnerFeatures,
+    bind_backend: _BindBackend,
+    kv_dtype: torch.dtype,
+    *,
+    log: Log,
 ) -> EngineLimits:
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
@@ -165,8 +200,23 @@ def _resolve_limits(
         log(f"max_num_seqs {max_num_seqs} is cut to {budget}, the tokens of one step")
         max_num_seqs = budget
     block_size = config.block_size or (16 if on_gpu else 64)
+
+    def free_memory() -> int:
+        if not on_gpu:
+            return int(available_memory() * CPU_MEMORY_SHARE)
+        return _free_gpu_memory(
+            config,
+            model,
+            features,
+            new_backend=lambda: bind_backend(1, block_size=block_size, max_num_seqs=max_num_seqs),
+            num_tokens=budget,
+            num_seqs=max_num_seqs,
+            num_kv_groups=len(groups.windows),
+            block_size=block_size,
+        )
+
     num_blocks = config.num_kv_blocks or fit_num_blocks(
-        memory=config.kv_cache_memory or _free_memory(config, model.device),
+        memory=config.kv_cache_memory or free_memory(),
         block_nbytes=block_bytes(groups, block_size=block_size, dtype=kv_dtype),
         block_size=block_size,
         windows=groups.windows,
@@ -180,14 +230,47 @@ def _resolve_limits(
         block_size=block_size,
         max_model_len=model.max_model_len,
         num_blocks=num_blocks,
+        overlap=features.overlap,
+        cuda_graphs=features.cuda_graphs,
     )
 
 
-def _free_memory(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV pool."""
-    if device.type != "cuda":
-        return int(available_memory() * CPU_MEMORY_SHARE)
+def _free_gpu_memory(
+    config: EngineConfig,
+    model: HFModel,
+    features: RunnerFeatures,
+    *,
+    new_backend: Callable[[], AttentionBackend],
+    num_tokens: int,
+    num_seqs: int,
+    num_kv_groups: int,
+    block_size: int,
+) -> int:
+    """Bytes for the KV pool, after the largest steps have shown what they need beside it."""
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1.0 - config.gpu_memory_utilization))
+    from cbatch_cli.engine.cuda_graphs import graph_sizes
+    from cbatch_cli.engine.device import cuda_peak_bytes
+    from cbatch_cli.engine.memory_profile import kv_pool_bytes, measure_steps
+
+    steps = measure_steps(
+        model,
+        new_backend,
+        functools.partial(cuda_peak_bytes, model.device),
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        num_kv_groups=num_kv_groups,
+        block_size=block_size,
+        max_model_len=model.max_model_len,
+    )
+    model.unbind()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    return kv_pool_bytes(
+        free=free,
+        total=total,
+        utilization=config.gpu_memory_utilization,
+        steps=steps,
+        num_graphs=len(graph_sizes(num_seqs)) if features.cuda_graphs else 0,
+        logits_bytes=num_seqs * model.vocab_size * torch.float32.itemsize,
+    )

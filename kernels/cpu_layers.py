@@ -13,7 +13,8 @@ from cbatch_kernels.cpu_library import CPUKernels, address, num_threads
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh"]
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+"""As kernels/cpu/elementwise.cpp numbers them."""
 
 
 def add_norm(
@@ -94,7 +95,7 @@ def activate_and_multiply(
         out.data_ptr(),
         out.shape[0],
         out.shape[1],
-        _ACTIVATIONS[activation],
+        ACTIVATIONS[activation],
         num_threads(),
     )
 

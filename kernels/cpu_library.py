@@ -18,7 +18,7 @@ import torch
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -28,6 +28,7 @@ _FEATURES = {"generic": 0, "avx2": 1, "avx512": 2}
 # p: address, i: int64, f: float32.
 _SIGNATURES = {
     "attention": "p",
+    "decoder_layer": "p",
     "add_norm": "ppfppfpiii",
     "norm_rope": "piiiiippfppii",
     "activate_and_multiply": "ppiiii",
@@ -91,6 +92,50 @@ class AttentionArguments(ctypes.Structure):
     ]
 
 
+class LinearArguments(ctypes.Structure):
+    """`CbatchLinear` of kernels/cpu/layer.h."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("column_scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    ]
+
+
+class NormArguments(ctypes.Structure):
+    """`CbatchNorm` of kernels/cpu/layer.h."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float)]
+
+
+class LayerArguments(ctypes.Structure):
+    """`CbatchLayer` of kernels/cpu/layer.h, field by field."""
+
+    _fields_ = [
+        ("hidden_states", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("dim", ctypes.c_int64),
+        ("rotary_dim", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("input_norm", NormArguments),
+        ("query_norm", NormArguments),
+        ("key_norm", NormArguments),
+        ("post_attention_norm", NormArguments),
+        ("pre_mlp_norm", NormArguments),
+        ("post_mlp_norm", NormArguments),
+        ("qkv", LinearArguments),
+        ("output", LinearArguments),
+        ("gate_up", LinearArguments),
+        ("down", LinearArguments),
+        ("attention", AttentionArguments),
+    ]
+
+
 class CPUKernels:
     """The functions of one variant, named as in kernels/cpu without their suffix."""
 
@@ -105,6 +150,7 @@ class CPUKernels:
             setattr(self, name, function)
 
     attention: Callable[..., None]
+    decoder_layer: Callable[..., None]
     add_norm: Callable[..., None]
     norm_rope: Callable[..., None]
     activate_and_multiply: Callable[..., None]

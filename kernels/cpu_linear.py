@@ -13,7 +13,13 @@ import time
 from typing import Literal, Protocol
 
 import torch
-from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable, address, num_threads
+from cbatch_kernels.cpu_library import (
+    CPUKernels,
+    KernelsUnavailable,
+    LinearArguments,
+    address,
+    num_threads,
+)
 from torch import Tensor
 
 LinearMode = Literal["fast", "deterministic", "w8a16"]
@@ -83,25 +89,25 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         _check_weight(weight)
         weight = weight.contiguous()
-        self.num_columns, self._depth = weight.shape
+        self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._kernels = kernels
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self._packed = torch.empty(padded * self._depth, dtype=torch.float32)
+        self._packed = torch.empty(padded * self.depth, dtype=torch.float32)
         kernels.pack_linear(
-            address(weight), self.num_columns, self._depth, address(self._packed), num_threads()
+            address(weight), self.num_columns, self.depth, address(self._packed), num_threads()
         )
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""
-        rows = _as_rows(rows, self._depth)
+        rows = _as_rows(rows, self.depth)
         if out is None:
             out = rows.new_empty(rows.shape[0], self.num_columns)
         self._kernels.linear(
             rows.data_ptr(),
             rows.stride(0),
             rows.shape[0],
-            self._depth,
+            self.depth,
             self._packed.data_ptr(),
             address(self._bias),
             self.num_columns,
@@ -110,6 +116,15 @@ class PackedLinear:
             num_threads(),
         )
         return out
+
+    def arguments(self) -> LinearArguments:
+        """For kernels that multiply on their way; the layer must outlive them."""
+        return LinearArguments(
+            packed=address(self._packed),
+            bias=address(self._bias),
+            num_columns=self.num_columns,
+            depth=self.depth,
+        )
 
 
 class Int8Linear:
@@ -120,7 +135,7 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         _check_weight(weight)
         weight = weight.contiguous()
-        self.num_columns, self._depth = weight.shape
+        self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._kernels = kernels
         rounded = torch.empty(weight.shape, dtype=torch.int8)
@@ -129,7 +144,7 @@ class Int8Linear:
         kernels.round_int8(
             address(weight),
             self.num_columns,
-            self._depth,
+            self.depth,
             address(rounded),
             address(self._scales),
             address(self.errors),
@@ -137,26 +152,26 @@ class Int8Linear:
             num_threads(),
         )
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self._packed = torch.empty(padded * 2 * math.ceil(self._depth / 2), dtype=torch.int8)
+        self._packed = torch.empty(padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
-            address(rounded), self.num_columns, self._depth, address(self._packed), num_threads()
+            address(rounded), self.num_columns, self.depth, address(self._packed), num_threads()
         )
 
     @property
     def largest_activation(self) -> int:
         """What the largest activation of a row becomes: int32 sums must not overflow."""
-        return min(32767, (2**31 - 1) // (127 * self._depth))
+        return min(32767, (2**31 - 1) // (127 * self.depth))
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""
-        rows = _as_rows(rows, self._depth)
+        rows = _as_rows(rows, self.depth)
         if out is None:
             out = rows.new_empty(rows.shape[0], self.num_columns)
         self._kernels.linear_int8(
             rows.data_ptr(),
             rows.stride(0),
             rows.shape[0],
-            self._depth,
+            self.depth,
             self._packed.data_ptr(),
             self._scales.data_ptr(),
             address(self._bias),
@@ -166,6 +181,16 @@ class Int8Linear:
             num_threads(),
         )
         return out
+
+    def arguments(self) -> LinearArguments:
+        """For kernels that multiply on their way; the layer must outlive them."""
+        return LinearArguments(
+            packed=address(self._packed),
+            column_scales=address(self._scales),
+            bias=address(self._bias),
+            num_columns=self.num_columns,
+            depth=self.depth,
+        )
 
 
 def choose_linear(

@@ -22,6 +22,8 @@ class Outcome:
     kind: Literal["works", "refused", "no decoder"]
     reason: str = ""
     """Of a type that is not run: the sentence with which it is refused."""
+    fused: Literal["layers", "parts", "nothing"] = "nothing"
+    """Whether all its layers are fused as a whole, or what can be of them."""
     needs_is_decoder: bool = False
     """Whether its config has to say that it is a decoder, which is not the default."""
 
@@ -38,6 +40,7 @@ def coverage_table(outcomes: Mapping[str, Outcome]) -> str:
         kind: sum(outcome.kind == kind for outcome in outcomes.values())
         for kind in ("works", "refused", "no decoder")
     }
+    fused = [outcome.fused for outcome in outcomes.values() if outcome.kind == "works"]
     head = f"""\
 # Models
 
@@ -49,13 +52,19 @@ when they are loaded, and {counts["no decoder"]} are not decoders of text.
 logits of its own
 attention code on whole rows to 1e-5, with rows longer than its window: in plain PyTorch, with the \
 compiled CPU kernels,
-and with the layers fused that can be. A model is checked again each time it is loaded.
+and, to 3e-5, with the layers fused that can be, over the kernels and over torch. A model is \
+checked again each time it is loaded.
 The type is `model_type` in a model's `config.json`.
+
+On a CPU, every layer of {fused.count("layers")} types is fused into one step; of \
+{fused.count("parts")} types parts of layers are fused (norms,
+gated MLPs, projections of the same input), and of {fused.count("nothing")} types nothing. \
+`cbatch doctor -m MODEL` tells why.
 
 `RECORD_COVERAGE=1 python -m pytest tests/models/test_coverage.py` writes this page.
 
-| type | | |
-| --- | --- | --- |
+| type | | fused | |
+| --- | --- | --- | --- |
 """
     return head + "".join(_line(name, outcome) for name, outcome in sorted(outcomes.items()))
 
@@ -63,8 +72,8 @@ The type is `model_type` in a model's `config.json`.
 def _line(name: str, outcome: Outcome) -> str:
     if outcome.kind == "works":
         note = "with `is_decoder` in its config" if outcome.needs_is_decoder else ""
-        return f"| `{name}` | works | {note} |\n"
-    return f"| `{name}` | {outcome.kind} | {_stable(outcome.reason)} |\n"
+        return f"| `{name}` | works | {outcome.fused} | {note} |\n"
+    return f"| `{name}` | {outcome.kind} | | {_stable(outcome.reason)} |\n"
 
 
 def _stable(reason: str) -> str:

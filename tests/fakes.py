@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from cbatch_cli.engine.admission import AdmissionPolicy
 from cbatch_cli.engine.block_allocator import BlockAllocator
 from cbatch_cli.engine.kv_blocks import KVBlocks
 from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.stats import EngineStats
-from cbatch_cli.engine.step import SchedulerOutput, StepOutput
+from cbatch_cli.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from cbatch_cli.request import Request, RequestKey, SamplingParams
 
 VOCAB_SIZE = 97
@@ -137,11 +139,7 @@ class FakeRunner:
         """Write all tokens, then sample from what the block tables say."""
         self.steps.append(step)
         for scheduled in step.scheduled:
-            if scheduled.joined is not None:
-                self.tables[scheduled.slot] = [{} for _ in self.windows]
-            tables = self.tables[scheduled.slot]
-            for table, new in zip(tables, scheduled.new_blocks, strict=True):
-                table.update(enumerate(new.block_ids, start=new.first))
+            tables = self._extend_tables(scheduled)
             token_ids = scheduled.token_ids
             if len(token_ids) < scheduled.num_tokens:
                 token_ids = (*token_ids, self.last_token[scheduled.slot])
@@ -159,6 +157,14 @@ class FakeRunner:
                 self.last_token[scheduled.slot] = token_id
                 sampled[scheduled.key] = (token_id,)
         return StepOutput(step_id=step.step_id, token_ids=sampled)
+
+    def _extend_tables(self, scheduled: ScheduledSequence) -> list[dict[int, int]]:
+        if scheduled.joined is not None:
+            self.tables[scheduled.slot] = [{} for _ in self.windows]
+        tables = self.tables[scheduled.slot]
+        for table, new in zip(tables, scheduled.new_blocks, strict=True):
+            table.update(enumerate(new.block_ids, start=new.first))
+        return tables
 
     def _read(
         self,
@@ -213,3 +219,50 @@ def make_request(row: int, prompt: Sequence[int], **params: object) -> Request:
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(**params),  # type: ignore[arg-type]
     )
+
+
+class LateRunner(FakeRunner):
+    """Computes a step no earlier than its results are asked for, `lag` launches later."""
+
+    def __init__(
+        self, *, lag: int, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=block_size, windows=windows)
+        self.lag = lag
+        self.num_launched_early = 0
+        """Steps that were launched while another one was in flight."""
+        self._queue: deque[LateStep] = deque()
+
+    def launch(self, step: SchedulerOutput, stats: EngineStats) -> LateStep:
+        """Queue a step."""
+        self.num_launched_early += bool(self._queue)
+        launched = LateStep(self, step)
+        self._queue.append(launched)
+        return launched
+
+    def run_until(self, wanted: LateStep) -> StepOutput:
+        """Compute steps in order up to the one wanted."""
+        while (launched := self._queue.popleft()) is not wanted:
+            self._scribble(launched.step)
+        return self.execute(wanted.step)
+
+    def _scribble(self, step: SchedulerOutput) -> None:
+        """What a step that was given up does all the same: write where it was to write."""
+        for scheduled in step.scheduled:
+            tables = self._extend_tables(scheduled)
+            for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
+                for table in tables:
+                    self.cache[self._cell(table, position)] = POISON
+            self.last_token[scheduled.slot] = POISON
+
+
+@dataclass
+class LateStep:
+    """A step that waits in the queue of a `LateRunner`."""
+
+    runner: LateRunner
+    step: SchedulerOutput
+
+    def collect(self, stats: EngineStats) -> StepOutput:
+        """Compute the step now."""
+        return self.runner.run_until(self)

@@ -111,7 +111,7 @@ def test_windows_softcaps_and_sinks(capsys: pytest.CaptureFixture[str], tmp_path
     save_tiny_model("gpt_oss_sinks", tmp_path / "gpt")
     text = doctor(capsys, "-m", str(tmp_path / "gpt"), *ON_CPU)
     assert "8 wide, window 8, sinks\n" in text
-    assert "0 of 3 layers; 3 not, since its activation is neither silu nor gelu" in text
+    assert "0 of 3 layers; 3 not, since its mlp has no activation beside a gate" in text
     save_tiny_model("deepseek_v3_unequal_dims", tmp_path / "deepseek")
     assert "12/6 wide, sees all\n" in doctor(capsys, "-m", str(tmp_path / "deepseek"), *ON_CPU)
 
@@ -155,8 +155,22 @@ def test_operations_per_layer(
     operations = facts(capsys, "-m", str(tmp_path), *ON_CPU, "--ops")["model"]["operations"]
     after, before = operations["after_fusion"], operations["before_fusion"]
     assert max(after["per_layer"]) <= most < 2 * most < min(before["per_layer"])
+    assert set(after["of_attention"]) == {1}
     assert after["of_the_longest_layer"]["cbatch::attention"] == 1
     assert "ops after fusion" in doctor(capsys, "-m", str(tmp_path), *ON_CPU, "--ops")
+
+
+def test_what_became_of_parts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_tiny_model("gpt2", tmp_path / "gpt2")
+    text = doctor(capsys, "-m", str(tmp_path / "gpt2"), *ON_CPU)
+    assert "fused norms  0 of 5 norms; 2 not, since ln_1 is no RMSNorm; 2 not" in text
+    save_tiny_model("deepseek_v3_unequal_dims", tmp_path / "deepseek")
+    parts = facts(capsys, "-m", str(tmp_path / "deepseek"), *ON_CPU)["model"]["fusion"]["parts"]
+    assert {kind: (part["num_fused"], part["num_found"]) for kind, part in parts.items()} == {
+        "norms": (13, 13),
+        "mlps": (3, 3),
+        "projections": (3, 3),
+    }
 
 
 def test_a_model_without_kernels(
@@ -164,10 +178,12 @@ def test_a_model_without_kernels(
 ) -> None:
     save_tiny_model("llama", tmp_path)
     model = facts(capsys, "-m", str(tmp_path), *ON_CPU, "--ops")["model"]
-    assert model["attention_backend"] == "torch" and model["fusion"] is None
-    counts = [model["operations"][when]["per_layer"] for when in ("before_fusion", "after_fusion")]
-    assert counts[0] == counts[1]
-    assert "fused    " in doctor(capsys, "-m", str(tmp_path), *ON_CPU)
+    assert model["attention_backend"] == "torch"
+    assert model["fusion"]["operations"] == "torch" and model["fusion"]["num_fused"] == 3
+    before, after = (model["operations"][when] for when in ("before_fusion", "after_fusion"))
+    assert max(after["per_layer"]) < min(before["per_layer"])
+    assert before["of_attention"] == after["of_attention"] and min(after["of_attention"]) > 1
+    assert "3 of 3 layers; by torch operations" in doctor(capsys, "-m", str(tmp_path), *ON_CPU)
 
 
 def test_a_refused_model_tells_of_the_machine_too(

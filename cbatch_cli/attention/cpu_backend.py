@@ -82,6 +82,10 @@ class CPUAttentionBackend:
             arguments.num_seqs = len(entry.seq_lens_cpu)
             arguments.num_threads = threads
 
+    def arguments(self, layer: LayerSpec) -> AttentionArguments:
+        """The step's layout and the layer's cache, for kernels that attend on their way."""
+        return self._arguments[layer.index]
+
     def forward(
         self,
         layer: LayerSpec,

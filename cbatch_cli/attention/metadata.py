@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -56,3 +57,18 @@ class AttentionMetadata:
     query_lens_cpu: tuple[int, ...]
     """Host copies: the CPU backend loops over sequences without touching tensors."""
     seq_lens_cpu: tuple[int, ...]
+
+
+def metadata_of_groups(
+    *, block_tables: Tensor, slot_mapping: Tensor, **shared: Any
+) -> list[AttentionMetadata]:
+    """One entry per KV group, of block tables `[G, num_seqs, max_blocks]` and slots `[G, T]`.
+
+    `shared` are the fields of `AttentionMetadata` that are the same for all groups.
+    """
+    first = AttentionMetadata(block_tables=block_tables[0], slot_mapping=slot_mapping[0], **shared)
+    others = (
+        dataclasses.replace(first, block_tables=tables, slot_mapping=slots)
+        for tables, slots in zip(block_tables[1:], slot_mapping[1:], strict=True)
+    )
+    return [first, *others]

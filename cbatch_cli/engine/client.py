@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
@@ -11,11 +12,59 @@ from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
 
 
 class ModelRunner(Protocol):
-    """Runs the steps that the scheduler decides on."""
+    """Runs the steps that the scheduler decides on, one after another."""
 
     def execute(self, step: SchedulerOutput, stats: EngineStats) -> StepOutput:
         """Compute one step; times go to `stats` by phase."""
         ...
+
+
+class LaunchedStep(Protocol):
+    """A step that its device computes, or has computed."""
+
+    def collect(self, stats: EngineStats) -> StepOutput:
+        """Wait for what the step sampled; times go to `stats`."""
+        ...
+
+
+@runtime_checkable
+class OverlappingRunner(Protocol):
+    """Runs steps beside the CPU, in the order in which they are launched."""
+
+    @property
+    def lag(self) -> int:
+        """How many steps may be launched before the ids of the one before them are known."""
+        ...
+
+    def launch(self, step: SchedulerOutput, stats: EngineStats) -> LaunchedStep:
+        """Have a step computed, without waiting; times go to `stats` by phase.
+
+        Steps are collected in the order of their launch; one that is given up never is.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """A step that had been computed when its launch returned."""
+
+    output: StepOutput
+
+    def collect(self, stats: EngineStats) -> StepOutput:
+        """What the step sampled."""
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """A `ModelRunner` as a runner of which no step is ever in flight."""
+
+    runner: ModelRunner
+    lag = 0
+
+    def launch(self, step: SchedulerOutput, stats: EngineStats) -> EndedStep:
+        """Compute the step."""
+        return EndedStep(self.runner.execute(step, stats))
 
 
 class TokenListener(Protocol):

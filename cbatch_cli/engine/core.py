@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
-from cbatch_cli.engine.client import ModelRunner, TokenListener
+from cbatch_cli.engine.client import (
+    LaunchedStep,
+    ModelRunner,
+    OneByOne,
+    OverlappingRunner,
+    TokenListener,
+)
+from cbatch_cli.engine.inbox import FinishCall, Inbox
 from cbatch_cli.engine.scheduler import Scheduler
 from cbatch_cli.engine.sequence import Sequence
 from cbatch_cli.engine.stats import EngineStats
@@ -31,9 +39,6 @@ from cbatch_cli.request import (
     check_stop_token_ids,
 )
 
-_STOP_POLL_S = 0.2
-"""How long an idle engine sleeps before it looks whether it was told to stop."""
-
 
 class EngineCore:
     """Continuous batching over a `Scheduler` and a `ModelRunner`; sees token ids only.
@@ -41,13 +46,17 @@ class EngineCore:
     One thread runs `generate`; `submit` and `finish` may be called from any. A request that cannot
     run comes back as an output with an error, also one with ids beyond `vocab_size`. A step longer
     than `step_timeout_s` ends the process.
+
+    With a runner that overlaps, the next step is scheduled and launched before the ids of the one
+    that runs are known: a sequence is found to have ended one step late, and what was sampled for
+    it meanwhile is dropped.
     """
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: ModelRunner | OverlappingRunner,
         token_listener: TokenListener | None = None,
         step_timeout_s: float = math.inf,
         vocab_size: int | None = None,
@@ -60,20 +69,18 @@ class EngineCore:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
-        self._runner = runner
-        self._window = 2 * scheduler.max_num_seqs
-        """Requests pulled ahead of admission: enough to fill every slot anew."""
-        self._inbox: deque[Request] = deque()
-        self._finish_calls: deque[tuple[RequestKey, int | None, FinishReason]] = deque()
-        self._changed = threading.Condition()
-        self._input_open = True
-        self._feed_error: BaseException | None = None
-        self._call_id = 0
-        """Which call of `generate` is fed."""
+        self._runner: OverlappingRunner = (
+            runner if isinstance(runner, OverlappingRunner) else OneByOne(runner)
+        )
+        self._in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
+        self._inbox = Inbox(
+            window=2 * scheduler.max_num_seqs,  # enough to fill every slot anew
+            num_waiting=lambda: len(scheduler.waiting),
+        )
         self._is_stopping = False
         self._token_limit = TokenLimit(scheduler)
         self._step_started_at: float | None = None
-        """Monotonic time at which the step that runs was handed to the runner."""
+        """Monotonic time since which the runner has been launching or collecting a step."""
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -82,20 +89,11 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Queue a request for the `generate` that runs, or the next; thread-safe, never blocks."""
-        with self._changed:
-            self._inbox.append(request)
-            self._changed.notify_all()
-
-    def _close_input(self) -> None:
-        with self._changed:
-            self._input_open = False
-            self._changed.notify_all()
+        self._inbox.put(request)
 
     def finish(self, key: RequestKey, keep_n: int | None, reason: FinishReason) -> None:
         """End a generation before the next step, keeping `keep_n` output ids; thread-safe."""
-        with self._changed:
-            self._finish_calls.append((key, keep_n, reason))
-            self._changed.notify_all()
+        self._inbox.finish(FinishCall(key, keep_n, reason))
 
     def stop(self) -> None:
         """Let `generate` end after the step that runs; thread-safe, safe in a signal handler.
@@ -111,15 +109,8 @@ class EngineCore:
         The iterable is pulled on a thread of its own and only while the window has room, so it may
         be endless, and slow without holding up a step. Its exceptions are raised here.
         """
-        with self._changed:
-            self._input_open = True
-            self._is_stopping = False
-            self._feed_error = None
-            self._call_id += 1
-        feeder = threading.Thread(
-            target=self._feed, args=(requests, self._call_id), name="cbatch-feeder", daemon=True
-        )
-        feeder.start()
+        self._is_stopping = False
+        self._inbox.feed(requests)
         watchdog = Watchdog(
             timeout_s=self._step_timeout_s,
             step_started_at=lambda: self._step_started_at,
@@ -132,79 +123,37 @@ class EngineCore:
             deque(self._cancel_all(), maxlen=0)
             raise
         finally:
-            self._close_input()
+            self._inbox.close()
 
     def _outputs(self) -> Iterator[RequestOutput]:
         """Step until the input is closed and every request has ended, yielding as they end."""
         while True:
             yield from self._take_in()
             if self._is_stopping:
+                yield from self._collect_all()
                 yield from self._cancel_all()
                 return
-            if self.scheduler.has_unfinished:
+            if self.scheduler.has_unfinished or self._in_flight:
                 yield from self._step()
                 continue
-            with self._changed:
-                if self._inbox or self._finish_calls:
-                    continue
-                if not self._input_open:
-                    break
-                with self.stats.phase("wait_for_input"):
-                    self._changed.wait(_STOP_POLL_S)
-        if self._feed_error is not None:
-            raise self._feed_error
+            with self.stats.phase("wait_for_input"):
+                may_come = self._inbox.wait()
+            if not may_come:
+                break
+        if self._inbox.feed_error is not None:
+            raise self._inbox.feed_error
 
     def _cancel_all(self) -> Iterator[RequestOutput]:
-        self._close_input()
+        self._inbox.close()
         deque(self._take_in(), maxlen=0)
+        self._abandon()
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             ended = self.scheduler.finish(sequence.key, None, FinishReason.CANCELLED)
             if ended is not None:
                 yield self._hand_out(ended)
 
-    def _feed(self, requests: Iterable[Request], call_id: int) -> None:
-        iterator = iter(requests)
-        failure: BaseException | None = None
-        try:
-            while self._wait_for_room(call_id):
-                try:
-                    request = next(iterator)
-                except StopIteration:
-                    break
-                with self._changed:
-                    if not self._is_fed_by(call_id):
-                        break
-                    self._inbox.append(request)
-                    self._changed.notify_all()
-        except BaseException as error:
-            failure = error
-        with self._changed:
-            if self._call_id == call_id:
-                self._feed_error = failure
-                self._close_input()
-
-    def _is_fed_by(self, call_id: int) -> bool:
-        """False for the feeder of a call that was left while its source was slow."""
-        return self._input_open and self._call_id == call_id
-
-    def _wait_for_room(self, call_id: int) -> bool:
-        """Block until another request may be pulled; False once input is closed."""
-
-        def has_room() -> bool:
-            waiting = len(self._inbox) + len(self.scheduler.waiting)
-            return waiting < self._window or not self._is_fed_by(call_id)
-
-        with self._changed:
-            self._changed.wait_for(has_room)
-            return self._is_fed_by(call_id)
-
     def _take_in(self) -> Iterator[RequestOutput]:
-        with self._changed:
-            requests = list(self._inbox)
-            finish_calls = list(self._finish_calls)
-            self._inbox.clear()
-            self._finish_calls.clear()
-            self.scheduler.input_open = self._input_open
+        requests, finish_calls, self.scheduler.input_open = self._inbox.take()
         for request in requests:
             sequence = Sequence(request, num_kv_groups=len(self.scheduler.blocks.windows))
             sequence.error = self._refusal(request)
@@ -241,39 +190,84 @@ class EngineCore:
         with stats.phase("schedule"):
             step = scheduler.schedule()
         if step is None:
-            self._wait_for_admission()
+            if self._in_flight:
+                yield from self._collect()
+            else:
+                self._wait_for_admission()
             return
-        with self._changed:
-            self._changed.notify_all()  # admission made room in the window
+        self._inbox.made_room()  # admission did
         stats.start_step(step, kv_cache_usage=scheduler.blocks.usage)
         try:
-            self._step_started_at = time.monotonic()
-            sampled = self._runner.execute(step, stats)
+            with self._watched():
+                launched = self._runner.launch(step, stats)
         except DeviceMemoryError as error:
             yield from self._retry_smaller(step, error)
             return
         except BaseException as error:
-            scheduler.abandon(step)  # what runs next must not wait for this step
-            if isinstance(error, CBatchError) or not isinstance(error, Exception):
-                raise
-            raise EngineError(f"step {step.step_id} failed: {error}") from error
-        finally:
-            self._step_started_at = None
+            self._fail(step, error)
+        self._in_flight.append((step, launched))
+        while len(self._in_flight) > self._runner.lag:
+            yield from self._collect()
+
+    def _collect(self) -> Iterator[RequestOutput]:
+        """Take in what the oldest step in flight has sampled."""
+        stats, scheduler = self.stats, self.scheduler
+        step, launched = self._in_flight[0]
+        try:
+            with self._watched():
+                sampled = launched.collect(stats)
+        except DeviceMemoryError as error:
+            self._in_flight.clear()
+            yield from self._retry_smaller(step, error)
+            return
+        except BaseException as error:
+            self._fail(step, error)
+        self._in_flight.popleft()
         self._token_limit.step_succeeded()
         with stats.phase("update"):
+            num_surplus = scheduler.num_surplus_tokens
             ended = scheduler.update(sampled)
+            num_surplus = scheduler.num_surplus_tokens - num_surplus
             stats.num_preemptions = scheduler.num_preemptions
             stats.num_recomputed_tokens = scheduler.num_recomputed_tokens
-            stats.end_step(num_sampled=sum(map(len, sampled.token_ids.values())))
+            stats.end_step(num_sampled=sum(map(len, sampled.token_ids.values())) - num_surplus)
             self._tell_listener(sampled)
         for sequence in ended:
             yield self._hand_out(sequence)
+
+    def _collect_all(self) -> Iterator[RequestOutput]:
+        while self._in_flight:
+            yield from self._collect()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have the watchdog count the time of a block that may wait for the device."""
+        self._step_started_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_started_at = None
+
+    def _fail(self, step: SchedulerOutput, error: BaseException) -> NoReturn:
+        self._abandon()
+        if isinstance(error, CBatchError) or not isinstance(error, Exception):
+            raise error
+        raise EngineError(f"step {step.step_id} failed: {error}") from error
+
+    def _abandon(self) -> None:
+        """Give the steps in flight up: what runs next must not wait for them."""
+        self._in_flight.clear()
+        if self.scheduler.num_in_flight:
+            self.scheduler.abandon()
 
     def _retry_smaller(
         self, step: SchedulerOutput, error: DeviceMemoryError
     ) -> Iterator[RequestOutput]:
         """Take a step back that did not fit; a sequence for which no step is small enough fails."""
-        self.scheduler.abandon(step)
+        yield from self._collect_all()
+        if not self.scheduler.num_in_flight:
+            return  # a step before this one did not fit either, and both were taken back
+        self._abandon()
         if step.num_tokens > 1:
             self._token_limit.step_failed(step.num_tokens)
             return
@@ -288,12 +282,9 @@ class EngineCore:
 
     def _wait_for_admission(self) -> None:
         """Static admission waits for a full batch; nothing else leaves a step empty."""
-        with self._changed:
-            if not self._inbox and not self._finish_calls and self.scheduler.input_open:
-                if not self._input_open:
-                    return
-                with self.stats.phase("wait_for_input"):
-                    self._changed.wait(_STOP_POLL_S)
+        if self.scheduler.input_open:
+            with self.stats.phase("wait_for_input"):
+                self._inbox.wait()
 
     def _describe(self) -> str:
         return (

@@ -65,6 +65,8 @@ class Scheduler:
         """By step: who takes part, and with what."""
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.num_surplus_tokens = 0
+        """Ids sampled for sequences that had ended before they came back."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,6 +123,7 @@ class Scheduler:
         for sequence, scheduled in self._in_flight.pop(step.step_id):
             sequence.num_in_flight_steps -= 1
             if sequence.is_finished:
+                self.num_surplus_tokens += len(step.token_ids.get(sequence.key, ()))
                 continue
             if sequence.status is SequenceStatus.RUNNING:
                 sequence.num_settled_tokens = scheduled.start + scheduled.num_tokens
@@ -158,15 +161,22 @@ class Scheduler:
         self._end(sequence, reason)
         return sequence
 
-    def abandon(self, step: SchedulerOutput) -> None:
-        """Undo the last step, which failed half way: whoever took part is computed again.
+    def abandon(self) -> None:
+        """Undo the steps in flight, one of which failed: whoever took part is computed again.
 
-        Nothing that it may have written is shared, and nothing that was shared before it either.
+        Nothing that they may have written is shared, and nothing that was shared before either.
         """
-        for sequence, scheduled in self._in_flight.pop(step.step_id):
-            sequence.num_in_flight_steps -= 1
-            sequence.num_pending_tokens -= scheduled.samples
+        for taking_part in self._in_flight.values():
+            for sequence, scheduled in taking_part:
+                sequence.num_in_flight_steps -= 1
+                if not sequence.is_finished:
+                    sequence.num_pending_tokens -= scheduled.samples
+        self._in_flight.clear()
         self.blocks.forget_all()
+        for sequences in self._retiring.values():
+            for sequence in sequences:
+                self.blocks.release(sequence)
+        self._retiring.clear()
         for sequence in self.running[::-1]:
             self._preempt(sequence)
 
@@ -183,6 +193,9 @@ class Scheduler:
         """Raise `AssertionError` unless blocks, slots and queues agree with each other."""
         retiring = [s for group in self._retiring.values() for s in group]
         self.blocks.check_integrity([*self.running, *retiring])
+        assert self._retiring.keys() <= self._in_flight.keys(), (
+            "blocks wait for a step that is not in flight"
+        )
         slots = [s.slot for s in self.running] + self._free_slots
         assert len(slots) == self.max_num_seqs and set(slots) == set(range(self.max_num_seqs)), (
             f"slots lost or shared: {slots}"

@@ -45,6 +45,8 @@ class EngineStats:
         self._kv_cache_usage_sum = 0.0
         self._kv_cache_usage_max = 0.0
         self.phases_s: defaultdict[str, float] = defaultdict(float)
+        self.device_s = 0.0
+        """Time that steps took on a device that measures it; 0 where the CPU computes them."""
         self.queue_s = DurationHistogram()
         self.ttft_s = DurationHistogram()
         self.itl_s = DurationHistogram()
@@ -103,7 +105,7 @@ class EngineStats:
     def summary(self) -> dict[str, Any]:
         """The engine's share of the run's summary object."""
         steps = max(self.num_steps, 1)
-        busy_s = sum(self.phases_s[name] for name in DEVICE_PHASES)
+        busy_s = self.device_s or sum(self.phases_s[name] for name in DEVICE_PHASES)
         tail_from = self._tail_started_at or self.last_step_at
         return {
             "prompt_tokens": self.num_prompt_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,12 +10,8 @@ from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import LinearMode, choose_linear
 from torch import Tensor, nn
 
+from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, relative_error
 from cbatch_cli.models.hf_model import HFModel
-
-# Largest root mean square of the difference, as a share of the output's.
-TOLERANCE = 2e-5
-ROUNDED_TOLERANCE = 0.05
-"""With weights of 8 bits: this finds a wrong product, not a rounded one."""
 
 
 @torch.inference_mode()
@@ -81,9 +76,3 @@ def _have_same_largest(expected: Tensor, actual: Tensor) -> bool:
     is_close = (expected.gather(-1, ids) - best).abs() <= TOLERANCE * spread
     is_same = (actual.gather(-1, ids) - best).abs() <= 10 * TOLERANCE * spread
     return bool((is_close & is_same).all())
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference as a share of the expected one's."""
-    difference = (actual.double() - expected.double()).pow(2).mean().sqrt()
-    return float(difference / expected.double().pow(2).mean().sqrt().clamp(min=math.ulp(0.0)))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels
+from cbatch_kernels.launches import watched_launches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch_cli.attention.backend import AttentionBackend, build_attention_backend
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
+from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.packed_step import NotingBackend, first_step_metadata, layer_caches
 
@@ -32,8 +34,8 @@ _ALLOCATIONS = frozenset(
 class StepObservation:
     """One forward pass of a few tokens.
 
-    An operation is a call into torch that is neither a view nor an allocation, or a call of one
-    of our compiled CPU kernels. Launches of Triton kernels are not among them.
+    An operation is a call into torch that is neither a view nor an allocation, a call of one of
+    our compiled CPU kernels, or a launch of one of our Triton kernels.
     """
 
     softcaps: tuple[float | None, ...]
@@ -41,6 +43,9 @@ class StepObservation:
     has_sinks: tuple[bool, ...]
     operations: tuple[Mapping[str, int], ...]
     """By decoder layer: how often each operation was called."""
+    attention_operations: tuple[int, ...]
+    """By decoder layer: how many of these are of the attention backend, which may need more of
+    them for more rows."""
     operations_outside: Mapping[str, int]
     """Those of the embedding, the positions, the last norm, the head."""
 
@@ -69,23 +74,36 @@ class CountedKernels:
         return counted
 
 
+class _CountedBackend(NotingBackend):
+    """Has `counter` tell its operations apart."""
+
+    def __init__(self, backend: AttentionBackend, counter: _Counter) -> None:
+        super().__init__(backend)
+        self._counter = counter
+
+    def forward(self, layer: LayerSpec, *states: Tensor, **options: Any) -> Tensor:
+        """As the backend does."""
+        with self._counter.in_attention():
+            return super().forward(layer, *states, **options)
+
+
 @torch.inference_mode()
 def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservation:
     """Run one step over a small KV cache of its own; bind another backend afterwards.
 
     `kernels` are those that the fused layers of `model` were built with, if any were.
     """
-    backend = NotingBackend(_step_backend(model, kernels))
+    counter = _Counter()
+    backend = _CountedBackend(_step_backend(model, kernels), counter)
     positions = _positions(model)
     token_ids = (positions + 1) % model.vocab_size
     last_indices = torch.tensor(_QUERY_LENS, device=model.device).cumsum(0) - 1
-    counter = _Counter()
     model.bind(backend)
     if kernels is not None:
         kernels.on_call = counter.count
     try:
         backend.begin_step([first_step_metadata(_QUERY_LENS, _BLOCK_SIZE, model.device)])
-        with counter.by_layer(decoder_layers(model)), counter:
+        with _launches(model, counter), counter.by_layer(decoder_layers(model)), counter:
             model.forward(token_ids, positions, last_indices)
     finally:
         if kernels is not None:
@@ -96,6 +114,7 @@ def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservat
         softcaps=tuple(call.softcap for call in calls),
         has_sinks=tuple(call.sinks is not None for call in calls),
         operations=tuple(counter.layers),
+        attention_operations=tuple(counter.attention),
         operations_outside=counter.outside,
     )
 
@@ -118,33 +137,58 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers: list[Counter[str]] = []
+        self.attention: list[int] = []
         self.outside: Counter[str] = Counter()
-        self._current = self.outside
+        self._layer: int | None = None
+        self._is_in_attention = self._is_in_launch = False
 
     def count(self, name: str) -> None:
         """One call of the operation `name`."""
-        self._current[name] += 1
+        if self._is_in_launch:
+            return
+        if self._layer is None:
+            self.outside[name] += 1
+            return
+        self.layers[self._layer][name] += 1
+        self.attention[self._layer] += self._is_in_attention
 
     @contextmanager
     def by_layer(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Count what runs inside each of `layers` apart."""
 
-        def enter(counts: Counter[str]) -> Callable[..., None]:
-            return lambda *_: setattr(self, "_current", counts)
-
-        def leave(*_: Any) -> None:
-            self._current = self.outside
+        def enter(index: int | None) -> Callable[..., None]:
+            return lambda *_: setattr(self, "_layer", index)
 
         handles = []
-        for layer in layers:
+        for index, layer in enumerate(layers):
             self.layers.append(Counter())
-            handles.append(layer.register_forward_pre_hook(enter(self.layers[-1])))
-            handles.append(layer.register_forward_hook(leave))
+            self.attention.append(0)
+            handles.append(layer.register_forward_pre_hook(enter(index)))
+            handles.append(layer.register_forward_hook(enter(None)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def in_attention(self) -> Iterator[None]:
+        """What is counted meanwhile is of the attention backend."""
+        self._is_in_attention = True
+        try:
+            yield
+        finally:
+            self._is_in_attention = False
+
+    @contextmanager
+    def launch(self, name: str) -> Iterator[None]:
+        """One launch of the Triton kernel `name`; what its interpreter does is not counted."""
+        self.count(f"cbatch::{name}")
+        self._is_in_launch = True
+        try:
+            yield
+        finally:
+            self._is_in_launch = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -186,6 +230,14 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def _has_storage(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _launches(model: HFModel, counter: _Counter) -> AbstractContextManager[None]:
+    """Count launches of Triton kernels, where a model uses them."""
+    if model.attention_backend != "triton":
+        return nullcontext()
+    launches: AbstractContextManager[None] = watched_launches(counter.launch)
+    return launches
 
 
 def _positions(model: HFModel) -> Tensor:

@@ -12,8 +12,6 @@ namespace {
 constexpr int kLinesPerStep = kPanel * 4 > 64 ? kPanel * 4 / 64 : 1;
 // How far ahead weights are fetched that are read once, in steps of depth.
 constexpr int kPrefetchSteps = 16;
-// Steps of depth for which a tile of rows stays in the nearest cache.
-constexpr int64_t kDepthBlock = 640;
 
 struct Product {
     const float* panels;
@@ -22,32 +20,22 @@ struct Product {
     int64_t depth, num_columns, output_stride;
 };
 
-// Steps of depth from `first` to before `end`; what came before them is in the output already.
-struct Depth {
-    int64_t first, end;
-};
-
 // Step k of `input` holds ROWS values. Computes ROWS x (PANELS x kPanel) outputs.
 template <int ROWS, int PANELS>
 CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t first_row,
-                            int64_t first_panel, Depth steps, NextWeights next) {
+                            int64_t first_panel, NextWeights next) {
     constexpr int kVectors = 2 * PANELS, kColumns = PANELS * kPanel;
     const int64_t depth = product.depth, column = first_panel * kPanel;
     const float* panels = product.panels + first_panel * kPanel * depth;
     const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
-    const bool is_whole = column + kColumns <= product.num_columns;
     float* output = product.output + first_row * product.output_stride + column;
     Vec sums[ROWS][kVectors];
     CBATCH_UNROLL
     for (int row = 0; row < ROWS; ++row) {
         CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-            sums[row][v] = steps.first == 0
-                               ? Vec{}
-                               : load(output + row * product.output_stride + v * kWidth);
-        }
+        for (int v = 0; v < kVectors; ++v) sums[row][v] = Vec{};
     }
-    for (int64_t k = steps.first; k < steps.end; ++k) {
+    for (int64_t k = 0; k < depth; ++k) {
         Vec weight[kVectors];
         CBATCH_UNROLL
         for (int v = 0; v < kVectors; ++v) {
@@ -55,7 +43,7 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
             weight[v] = load(step);
             if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * kPanel);
         }
-        if constexpr (PANELS == 1) next.fetch<kLinesPerStep>(k - steps.first);
+        if constexpr (PANELS == 1) next.fetch<kLinesPerStep>(k);
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             const Vec value = splat(input[k * ROWS + row]);
@@ -63,11 +51,10 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
             for (int v = 0; v < kVectors; ++v) sums[row][v] += value * weight[v];
         }
     }
-    const bool adds_bias = bias != nullptr && steps.end == depth;
-    if (is_whole) {
+    if (column + kColumns <= product.num_columns) {
         CBATCH_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-            const Vec offset = adds_bias ? load(bias + v * kWidth) : Vec{};
+            const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
             CBATCH_UNROLL
             for (int row = 0; row < ROWS; ++row) {
                 store(output + row * product.output_stride + v * kWidth, sums[row][v] + offset);
@@ -91,11 +78,11 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
 
 template <int ROWS>
 void multiply_tile(int num_rows, const Product& product, const float* input, int64_t first_row,
-                   int64_t panel, Depth steps, NextWeights next) {
+                   int64_t panel, NextWeights next) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, input, first_row, panel, steps, next);
+        multiply<ROWS, 1>(product, input, first_row, panel, next);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, steps, next);
+        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, next);
     }
 }
 
@@ -103,21 +90,25 @@ void multiply_tile(int num_rows, const Product& product, const float* input, int
 void multiply_panel(const Product& product, const float* rows, const RowTiles& tiles,
                     int64_t first_tile, int64_t end_tile, int64_t panel, int64_t panels_ahead) {
     const int64_t depth = product.depth, num_tiles = end_tile - first_tile;
-    const bool is_whole = (panel + 1) * kPanel <= product.num_columns;
-    // Sums that wait in the output need room there.
-    const int64_t num_blocks = is_whole && num_tiles > 1 ? ceil_div(depth, kDepthBlock) : 1;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-        const Depth steps{block * depth / num_blocks, (block + 1) * depth / num_blocks};
-        // A single tile reads its panel once: what it needs next is a little further on.
-        const float* ahead = product.panels + (panel * depth + steps.first) * kPanel +
-                             (num_tiles == 1 ? kPrefetchSteps : panels_ahead * depth) * kPanel;
-        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-            const int64_t first = tiles.start(tile);
-            multiply_tile<kMaxRows>(tiles.size(tile), product, rows + first * depth, first, panel,
-                                    steps,
-                                    NextWeights(ahead, kPanel * sizeof(float),
-                                                steps.end - steps.first, tile - first_tile,
-                                                num_tiles));
+    // A single tile reads its panel once: what it needs next is a little further on.
+    const int64_t steps_ahead = num_tiles == 1 ? kPrefetchSteps : panels_ahead * depth;
+    const float* ahead = product.panels + (panel * depth + steps_ahead) * kPanel;
+    for (int64_t tile = first_tile; tile < end_tile; ++tile) {
+        const int64_t first = tiles.start(tile);
+        multiply_tile<kMaxRows>(
+            tiles.size(tile), product, rows + first * depth, first, panel,
+            NextWeights(ahead, kPanel * sizeof(float), depth, tile - first_tile, num_tiles));
+    }
+}
+
+// Step k of `to` holds the `size` values of the rows.
+void pack_rows(const float* from, int64_t stride, int size, int64_t depth, float* to) {
+    // A few lines of every row at a time, so that what is written to stays near.
+    constexpr int64_t kStepsAtOnce = 64;
+    for (int64_t start = 0; start < depth; start += kStepsAtOnce) {
+        const int64_t end = start + kStepsAtOnce < depth ? start + kStepsAtOnce : depth;
+        for (int row = 0; row < size; ++row) {
+            for (int64_t k = start; k < end; ++k) to[k * size + row] = from[row * stride + k];
         }
     }
 }
@@ -126,13 +117,12 @@ void multiply_panel(const Product& product, const float* rows, const RowTiles& t
 constexpr int kPanelsAtOnce = 4;
 
 void multiply_few(int num_rows, const Product& product, const float* input, int64_t panel) {
-    const Depth steps{0, product.depth};
     const NextWeights none(nullptr, 0, 1, 0, 1);
     if (num_rows == 1) {
-        multiply<1, 4>(product, input, 0, panel, steps, none);
+        multiply<1, 4>(product, input, 0, panel, none);
     } else {
-        multiply<2, 2>(product, input, 0, panel, steps, none);
-        multiply<2, 2>(product, input, 0, panel + 2, steps, none);
+        multiply<2, 2>(product, input, 0, panel, none);
+        multiply<2, 2>(product, input, 0, panel + 2, none);
     }
 }
 
@@ -170,11 +160,7 @@ CBATCH_EXPORT(linear)(const float* input, int64_t input_stride, int64_t num_rows
         for (int64_t tile = 0; tile < tiles.count; ++tile) {
             const int64_t first = tiles.start(tile);
             const int size = tiles.size(tile);
-            float* to = rows + first * depth;
-            for (int row = 0; row < size; ++row) {
-                const float* from = input + (first + row) * input_stride;
-                for (int64_t k = 0; k < depth; ++k) to[k * size + row] = from[k];
-            }
+            pack_rows(input + first * input_stride, input_stride, size, depth, rows + first * depth);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < work.count(); ++item) {
