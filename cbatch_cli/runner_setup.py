@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable, load_kernels
+
 from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.client import ModelRunner, OverlappingRunner
@@ -92,7 +94,10 @@ def build_runner(
     """
     if not features.is_device_runner:
         sampler = Sampler(
-            num_slots=sizes.max_num_seqs, seed=config.seed, eos_token_ids=eos_token_ids
+            num_slots=sizes.max_num_seqs,
+            seed=config.seed,
+            eos_token_ids=eos_token_ids,
+            kernels=_cpu_kernels() if model.device.type == "cpu" else None,
         )
         runner = TorchModelRunner(
             model=model,
@@ -148,6 +153,14 @@ def try_graphs(
     except Exception as error:  # a model's code may do anything that cannot be recorded
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
+
+
+def _cpu_kernels() -> CPUKernels | None:
+    """The compiled kernels; None where they were not built, and torch samples."""
+    try:
+        return load_kernels()
+    except KernelsUnavailable:
+        return None
 
 
 def _triton_sampling_kernels() -> SamplingKernels:

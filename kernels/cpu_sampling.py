@@ -24,6 +24,14 @@ class RowMaxima:
     block_maxima: Tensor
     """float32 `[N, ceil(vocab / 256)]`."""
 
+    def of(self, rows: Tensor) -> RowMaxima:
+        """Those of some rows."""
+        return RowMaxima(
+            best=self.best[rows],
+            best_ids=self.best_ids[rows],
+            block_maxima=self.block_maxima[rows],
+        )
+
 
 def row_maxima(kernels: CPUKernels, logits: Tensor) -> RowMaxima:
     """The largest logit of each row in one pass over memory."""

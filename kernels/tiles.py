@@ -51,7 +51,7 @@ def attention_tiles(
         # Exact products of float32 run outside the tensor cores and hold everything in registers.
         if kind == "decode":
             return _tiles(16, 16 if is_wide else 32, 4, 1)
-        return _tiles(16 if is_wide else 32, 16 if is_wide else 32, 4 if is_wide else 8, 1)
+        return _tiles(16 if is_wide else 32, 16, 4 if is_wide else 8, 1)
     if kind == "decode":
         return _tiles(16, 32 if is_wide else 64, 4, 3 if arch != "gfx942" else 1)
     if num_query_rows is not None and num_query_rows <= 16:

@@ -104,7 +104,7 @@ def test_an_answer_that_fails_now_differs(tmp_path: Path) -> None:
 
     def without_room(model: str, config: EngineConfig, log: Any) -> Any:
         engine = load_null_engine(model, config, log)
-        runner = engine.client._runner  # type: ignore[attr-defined]
+        runner = engine.client._runner.runner  # type: ignore[attr-defined]
         execute = runner.execute
 
         def failing(step: Any, stats: Any) -> Any:

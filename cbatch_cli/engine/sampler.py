@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cbatch_kernels.cpu_library import CPUKernels
+from cbatch_kernels.cpu_sampling import RowMaxima, row_maxima
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch_cli.engine.likely_tokens import NUM_CANDIDATES, Filters, draw_likely
 from cbatch_cli.engine.noise import uniforms
 from cbatch_cli.request import SamplingParams
 
-_NUM_CANDIDATES = 1024
-"""Most probable tokens looked at first for top_p; the whole vocabulary only if they do not do."""
 _RANDOM_ROWS_AT_ONCE = 8
 """Rows whose distribution function is held at once, so that memory stays small."""
 
@@ -36,10 +37,19 @@ class SampledTokens:
 class Sampler:
     """Sampling parameters by slot, written when a sequence joins, read at every step.
 
-    `seed` is the run's; `eos_token_ids` are held back until a row's `min_tokens`.
+    `seed` is the run's; `eos_token_ids` are held back until a row's `min_tokens`. `kernels` are for
+    logits on a CPU.
     """
 
-    def __init__(self, *, num_slots: int, seed: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        seed: int,
+        eos_token_ids: frozenset[int],
+        kernels: CPUKernels | None = None,
+    ) -> None:
+        self._kernels = kernels
         self._seed = seed
         self._eos_token_ids = eos_token_ids
         self._temperature = np.zeros(num_slots, dtype=np.float32)
@@ -84,39 +94,72 @@ class Sampler:
         """
         for index in np.flatnonzero(positions < self._min_length[slots]):
             logits[index, self._stop_ids[slots[index]]] = -math.inf
-        best, best_ids = logits.max(dim=-1)
-        # NaN wins a maximum, and a row of nothing but -inf has no most probable token.
-        is_broken = ~torch.isfinite(best).cpu().numpy()
-        chosen = best_ids.cpu().numpy()
+        maxima = self._maxima(logits)
+        # A row of nothing but -inf has no most probable token either.
+        is_broken = ~torch.isfinite(maxima.best).cpu().numpy()
+        chosen = maxima.best_ids.cpu().numpy()
         random_rows = np.flatnonzero((self._temperature[slots] > 0.0) & ~is_broken)
-        for start in range(0, len(random_rows), _RANDOM_ROWS_AT_ONCE):
-            rows = random_rows[start : start + _RANDOM_ROWS_AT_ONCE]
-            row_ids = torch.from_numpy(rows).to(logits.device)
-            chosen[rows] = self._sample_random(
-                logits[row_ids], best[row_ids], slots[rows], positions[rows]
-            )
+        if len(random_rows):
+            self._draw(logits, maxima, random_rows, slots, positions, chosen)
         return SampledTokens(token_ids=chosen, is_broken=is_broken)
 
-    def _sample_random(
+    def _maxima(self, logits: Tensor) -> RowMaxima:
+        """The largest logit of each row; not a number if any of the row is not."""
+        if self._kernels is not None and len(logits):
+            return row_maxima(self._kernels, logits)
+        best, best_ids = logits.max(dim=-1)
+        return RowMaxima(best=best, best_ids=best_ids, block_maxima=best[:, None])
+
+    def _draw(
         self,
         logits: Tensor,
-        best: Tensor,
+        maxima: RowMaxima,
+        rows: NDArray[np.int64],
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
-        temperature = self._like(self._temperature[slots], logits)
-        scaled = (logits - best[:, None]) / temperature[:, None]
-        kept = keep_filtered(
-            scaled, top_k=self._top_k[slots], top_p=self._top_p[slots], min_p=self._min_p[slots]
+        chosen: NDArray[np.int64],
+    ) -> None:
+        """Draw ids for `rows` and write them into `chosen`."""
+        filters = Filters(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
         )
-        weights = torch.where(kept, scaled.exp(), 0.0)
-        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         noise = uniforms(
             seeds=self._seeds[slots],
             rows=self._rows[slots],
             samples=self._samples[slots],
             positions=positions,
         )
+        if self._kernels is not None:
+            likely = rows[filters.of(rows).are_used]
+            if len(likely):
+                all_rows = len(likely) == len(logits)
+                ids, counts = draw_likely(
+                    self._kernels,
+                    logits if all_rows else logits[torch.from_numpy(likely)],
+                    maxima if all_rows else maxima.of(torch.from_numpy(likely)),
+                    filters.of(likely),
+                    noise[likely],
+                )
+                chosen[likely[counts]] = ids[counts]
+                rows = np.setdiff1d(rows, likely[counts])
+        for start in range(0, len(rows), _RANDOM_ROWS_AT_ONCE):
+            part = rows[start : start + _RANDOM_ROWS_AT_ONCE]
+            row_ids = torch.from_numpy(part).to(logits.device)
+            chosen[part] = self._draw_from_all(
+                logits[row_ids], maxima.best[row_ids], filters.of(part), noise[part]
+            )
+
+    def _draw_from_all(
+        self, logits: Tensor, best: Tensor, filters: Filters, noise: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        temperature = self._like(filters.temperature, logits)
+        scaled = (logits - best[:, None]) / temperature[:, None]
+        kept = keep_filtered(scaled, top_k=filters.top_k, top_p=filters.top_p, min_p=filters.min_p)
+        weights = torch.where(kept, scaled.exp(), 0.0)
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         target = self._like(noise, cumulative)[:, None] * cumulative[:, -1:]
         # The first token whose cumulative weight exceeds the target has a weight above 0.
         found = torch.searchsorted(cumulative, target, right=True)[:, 0]
@@ -145,16 +188,15 @@ def keep_filtered(
     use_p = np.flatnonzero(top_p < 1.0)
     if len(use_k) == 0 and len(use_p) == 0 and not min_p.any():
         return kept
-    num_candidates = max(_NUM_CANDIDATES if len(use_p) else 1, *top_k[use_k], 1)
+    num_candidates = max(NUM_CANDIDATES if len(use_p) else 1, *top_k[use_k], 1)
     candidates = scaled.topk(min(num_candidates, vocab_size), dim=-1).values
     for index in use_k:
         kept[index] &= scaled[index] >= candidates[index, top_k[index] - 1]
     for index in use_p:
-        mass = float(torch.where(kept[index], scaled[index].exp(), 0.0).double().sum())
-        threshold = _top_p_threshold(candidates[index], kept_mass=mass * top_p[index])
+        threshold = _top_p_threshold(candidates[index], kept[index], scaled[index], top_p[index])
         if threshold is None:
             everything = scaled[index].sort(descending=True).values
-            threshold = _top_p_threshold(everything, kept_mass=mass * top_p[index])
+            threshold = _top_p_threshold(everything, kept[index], scaled[index], top_p[index])
         if threshold is not None:
             kept[index] &= scaled[index] >= threshold
     for index in np.flatnonzero(min_p):
@@ -162,8 +204,19 @@ def keep_filtered(
     return kept
 
 
-def _top_p_threshold(descending: Tensor, *, kept_mass: float) -> float | None:
-    """The smallest value needed to reach `kept_mass`; None when all values do not reach it."""
-    cumulative = descending.double().exp().cumsum(dim=-1)
-    reached = int(torch.searchsorted(cumulative, kept_mass))
+def _top_p_threshold(
+    descending: Tensor, kept: Tensor, scaled: Tensor, top_p: float
+) -> float | None:
+    """The smallest value needed for the share `top_p` of what `kept` weighs.
+
+    None when the values `descending`, the largest of a row, do not reach it.
+    """
+    cumulative = descending.exp().cumsum(dim=-1, dtype=torch.float64)
+    num_kept = int(kept.sum())
+    if num_kept <= len(descending):
+        # Added one by one, so that the sum is the same however many are looked at.
+        mass = float(cumulative[num_kept - 1])
+    else:
+        mass = float(torch.where(kept, scaled.exp(), 0.0).double().sum())
+    reached = int(torch.searchsorted(cumulative, mass * top_p))
     return None if reached == len(descending) else float(descending[reached])

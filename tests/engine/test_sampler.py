@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cbatch_kernels.cpu_library import CPUKernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -13,9 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cbatch_cli.engine.likely_tokens import NUM_CANDIDATES
 from cbatch_cli.engine.noise import philox4x32, uniforms
 from cbatch_cli.engine.sampler import Sampler, keep_filtered
 from cbatch_cli.request import SamplingParams
+from tests.cpu_variants import each_variant
 
 VOCAB = 64
 
@@ -116,11 +119,72 @@ def test_top_p_looks_at_the_whole_vocabulary_where_the_most_probable_do_not_do()
     assert 24_000 < int(kept.sum()) < 26_000
 
 
-def make_sampler(params: list[SamplingParams], *, seed: int = 3) -> Sampler:
-    sampler = Sampler(num_slots=len(params), seed=seed, eos_token_ids=frozenset({5}))
+def make_sampler(
+    params: list[SamplingParams], *, seed: int = 3, kernels: CPUKernels | None = None
+) -> Sampler:
+    sampler = Sampler(
+        num_slots=len(params), seed=seed, eos_token_ids=frozenset({5}), kernels=kernels
+    )
     for slot, row_params in enumerate(params):
         sampler.join(slot, row_params, row=slot, sample=0, num_prompt_tokens=10)
     return sampler
+
+
+@each_variant
+@settings(max_examples=150, deadline=None)
+@given(
+    params=st.lists(sampling_params, min_size=1, max_size=5),
+    vocab_size=st.sampled_from([40, 1024, 6000]),
+    # With few different logits there are ties, and more tokens to keep than are looked at first.
+    spread=st.sampled_from([0.01, 1.0, 20.0]),
+    is_rounded=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_kernels_draw_what_torch_draws(
+    kernels: CPUKernels,
+    params: list[SamplingParams],
+    vocab_size: int,
+    spread: float,
+    is_rounded: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(params), vocab_size, generator=generator) * spread
+    logits = logits.round() if is_rounded else logits
+    slots, positions = np.arange(len(params)), np.arange(len(params)) + 10
+    expected = make_sampler(params).sample(logits.clone(), slots, positions)
+    actual = make_sampler(params, kernels=kernels).sample(logits.clone(), slots, positions)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert actual.is_broken.tolist() == expected.is_broken.tolist()
+
+
+@each_variant
+def test_kernels_look_at_the_whole_vocabulary_where_the_most_probable_do_not_do(
+    kernels: CPUKernels,
+) -> None:
+    """All logits are alike, so that every filter keeps all of them."""
+    params = [
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, top_p=0.5),
+        SamplingParams(temperature=1.0, min_p=0.9),
+    ]
+    logits = torch.zeros(3, 5000)
+    sampler = make_sampler(params, kernels=kernels)
+    drawn = [
+        sampler.sample(logits.clone(), np.arange(3), np.full(3, position)).token_ids
+        for position in range(10, 40)
+    ]
+    assert all(ids.max() >= NUM_CANDIDATES for ids in np.stack(drawn).T)
+
+
+@each_variant
+def test_kernels_report_logits_that_mean_nothing(kernels: CPUKernels) -> None:
+    logits = torch.zeros(4, 2000)
+    logits[1, 1999] = torch.nan
+    logits[2] = -torch.inf
+    params = [SamplingParams(temperature=float(i % 2), top_k=3 * (i % 2)) for i in range(4)]
+    sampled = make_sampler(params, kernels=kernels).sample(logits, np.arange(4), np.full(4, 20))
+    assert sampled.is_broken.tolist() == [False, True, True, False]
 
 
 def test_greedy_takes_the_most_probable_whatever_runs_beside_it() -> None:

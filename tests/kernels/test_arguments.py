@@ -68,7 +68,7 @@ def test_prefill(changes: dict[str, Any], message: str) -> None:
         ({"num_splits": 2, "partials": torch.zeros(256)}, "lse is needed"),
         ({"num_splits": 2, "partials": torch.zeros(256).half()}, "partials has dtype float16"),
         ({"num_splits": 0}, "num_splits is 0"),
-        ({"split_size": 100}, "multiple of the 32 keys"),
+        ({"split_size": 100}, "multiple of the 16 keys"),
     ],
 )
 def test_decode(changes: dict[str, Any], message: str) -> None:

@@ -175,6 +175,17 @@ def test_a_residual_that_is_scaled_is_seen(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_an_output_that_is_scaled_is_seen(dtype: torch.dtype) -> None:
+    model = tiny("llama", dtype=dtype)
+    layer = model.module.model.layers[1]
+    own_forward = layer.forward
+    layer.forward = lambda *args, **kwargs: 1.02 * own_forward(*args, **kwargs)
+    report = fuse_layers(model)
+    assert report.num_fused == 2
+    assert all("the fused layer differs by" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_queries_that_are_scaled_at_late_positions_are_seen(dtype: torch.dtype) -> None:
     model = tiny("llama", dtype=dtype)
     assert model.max_model_len == 100

@@ -93,6 +93,15 @@ def test_each_part_is_judged_apart() -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_norm_is_judged_by_the_rows_of_the_model_too() -> None:
+    model = tiny("llama")
+    norm = with_more(model).input_layernorm
+    own_norm = norm.forward
+    norm.forward = lambda hidden: own_norm(hidden) * (1.01 if hidden.dim() == 3 else 1.0)
+    norms = fuse_layers(model).parts["norms"]
+    assert norms.num_fused == 2 and norms.reasons == {"it differs by 0.01 of its output": 1}
+
+
 def test_a_part_that_is_given_more_is_left_alone() -> None:
     model = tiny("llama")
     layer = with_more(model)

@@ -150,7 +150,7 @@ def test_an_engine_under_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def logits_of(rows: tuple[int, ...], **settings: Any) -> dict[int, tuple[torch.Tensor, ...]]:
         engine = loaded.build_engine(EngineConfig(**{**vars_of(config), **settings}))
         found: dict[int, list[torch.Tensor]] = {}
-        sampler = engine.client._runner._sampler  # type: ignore[attr-defined]
+        sampler = engine.client._runner.runner._sampler  # type: ignore[attr-defined]
         sample = sampler.sample
 
         def noting(logits: torch.Tensor, slots: Any, positions: Any) -> Any:

@@ -102,9 +102,9 @@ def generate(model: HFModel) -> dict[int, tuple[int, ...]]:
             prompt_token_ids=tuple(
                 torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
             ),
-            params=SamplingParams(max_tokens=4, ignore_eos=True),
+            params=SamplingParams(max_tokens=3, ignore_eos=True),
         )
-        for row, length in enumerate((1, 7, 19))
+        for row, length in enumerate((1, 17))
     ]
     config = EngineConfig(
         device="cpu", block_size=16, num_kv_blocks=24, max_num_seqs=3, max_num_batched_tokens=24
@@ -116,11 +116,11 @@ def generate(model: HFModel) -> dict[int, tuple[int, ...]]:
 
 
 def test_the_engine_makes_the_same_tokens() -> None:
-    expected = generate(tiny("gemma3"))
-    on_torch = tiny("gemma3")
+    expected = generate(tiny("llama"))
+    on_torch = tiny("llama")
     assert fuse_layers(on_torch).operations == "torch"
     assert generate(on_torch) == expected
-    on_triton = tiny("gemma3")
+    on_triton = tiny("llama")
     on_triton.attention_backend = "triton"
     assert fuse_layers(on_triton).operations == "triton"
     assert generate(on_triton) == expected
