@@ -109,6 +109,7 @@ def test_what_was_stored_is_read_again(key: DefaultsKey) -> None:
         {"values": {"max_num_seqs": 64, "surprise": 1}},
         {"values": {"max_num_seqs": 10**12}},
         {"values": {"max_num_seqs": True}},
+        {"values": {"max_num_seqs": 64.0}},
         {"values": {"block_size": "64"}},
         {"values": {"max_num_batched_tokens": 0}},
         {"for": {"processor": "another"}},
