@@ -209,8 +209,10 @@ def bench(
     """
 
     def action() -> int:
-        if suite is not None and (workload or num_prompts or schedulers or with_generate):
-            raise UsageError("--suite measures workloads of its own")
+        if suite == "gpu" and (workload or num_prompts):
+            raise UsageError("--suite gpu measures workloads of its own")
+        if suite is not None and (schedulers or with_generate):
+            raise UsageError("--suite compares neither schedulers nor generate")
         config = build_bench_config(
             _settings(ctx),
             inputs=workload or (),

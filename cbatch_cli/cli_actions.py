@@ -38,7 +38,10 @@ def run_bench(
         result = measure(config, log=log)
     else:
         settings = SuiteSettings(
-            engine=config.job.engine, model=config.job.model, repeat=config.repeat
+            engine=config.job.engine,
+            model=config.job.model,
+            repeat=config.repeat,
+            rows=config,
         )
         result = run_suite(suite, settings, log)
     if json_file is not None:

@@ -196,7 +196,7 @@ _KINDS = {
     for name, hint in typing.get_type_hints(config, include_extras=True).items()
 }
 _NOT_SETTINGS = frozenset({"cache"})
-"""`CBATCH_CACHE` says where converted models are kept; it is not a setting of a job."""
+"""`CBATCH_CACHE` says where converted models and measured defaults are kept, for all jobs."""
 
 
 def parse_max_errors(text: str | None) -> tuple[int | None, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch_cli.assembly import Log, load_for_engines, print_nothing
 from cbatch_cli.config import EngineConfig
+from cbatch_cli.cpu_defaults import defaults_of_machine
 from cbatch_cli.engine.memory import available_memory
 from cbatch_cli.engine_setup import dtype_name, resolve_kv_dtype
 
@@ -41,6 +43,7 @@ def environment_facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_kernels": None if isinstance(kernels, str) else kernels.variant,
         "cpu_kernels_missing": kernels if isinstance(kernels, str) else None,
+        "cpu_defaults": {} if isinstance(kernels, str) else _stored_defaults(),
         "available_memory": available_memory(),
     }
 
@@ -107,6 +110,14 @@ def _load_kernels() -> CPUKernels | str:
         return load_kernels()
     except KernelsUnavailable as error:
         return str(error)
+
+
+def _stored_defaults() -> dict[str, Any]:
+    """The defaults that were measured on this machine, by precision."""
+    return {
+        precision: {**dataclasses.asdict(entry.values), "measured_at": entry.measured_at}
+        for precision, entry in defaults_of_machine().items()
+    }
 
 
 def _version(package: str) -> str | None:
@@ -191,9 +202,19 @@ def _environment_lines(facts: Mapping[str, Any]) -> list[str]:
             **({"gpus": "; ".join(gpus)} if gpus else {}),
             "threads": f"{facts['threads']} of {facts['cpus']} CPUs",
             "CPU kernels": facts["cpu_kernels"] or f"none: {facts['cpu_kernels_missing']}",
+            "defaults": _defaults_text(facts["cpu_defaults"]),
             "free memory": _size(facts["available_memory"]),
         }
     )
+
+
+def _defaults_text(stored: Mapping[str, Any]) -> str:
+    texts = [
+        f"{facts['max_num_seqs']} sequences, {facts['max_num_batched_tokens']} tokens a step, "
+        f"blocks of {facts['block_size']} with {precision}, measured {facts['measured_at'][:10]}"
+        for precision, facts in stored.items()
+    ]
+    return f"on a CPU {'; '.join(texts)}" if texts else "built in"
 
 
 def _model_lines(facts: Mapping[str, Any]) -> list[str]:

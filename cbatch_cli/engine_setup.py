@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch_cli.config import EngineConfig
+from cbatch_cli.cpu_defaults import BUILT_IN, defaults_for
 from cbatch_cli.engine.admission import ContinuousAdmission, StaticAdmission
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.kv_blocks import KVBlocks
@@ -59,10 +60,15 @@ class _BindBackend(Protocol):
 
 
 def build_core(
-    model: HFModel, config: EngineConfig, log: Log = print_nothing
+    model: HFModel,
+    config: EngineConfig,
+    log: Log = print_nothing,
+    *,
+    wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None = None,
 ) -> tuple[EngineCore, EngineLimits]:
     """An engine over a loaded model, which it takes over: the last one built is the one that runs.
 
+    `wrap_attention` is given what the layers are to attend by, and gives what takes its place.
     Raises `UsageError` for settings that do not fit the model or the memory.
     """
     from cbatch_cli.attention.backend import build_attention_backend
@@ -93,6 +99,8 @@ def build_core(
             deterministic=bool(config.deterministic),
             kv_scales=kv_scales,
         )
+        if wrap_attention is not None:
+            backend = wrap_attention(backend)
         model.bind(backend, groups.layers)
         return backend
 
@@ -194,12 +202,20 @@ def _resolve_limits(
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
     on_gpu = model.device.type == "cuda"
-    budget = config.max_num_batched_tokens or (8192 if on_gpu else 256)
-    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 32)
+    on_cpu = BUILT_IN
+    if model.attention_backend == "cpu":
+        on_cpu = defaults_for(
+            quantization=config.quantization,
+            dtype=dtype_name(model.dtype),
+            kv_dtype=dtype_name(kv_dtype),
+            log=log,
+        )
+    budget = config.max_num_batched_tokens or (8192 if on_gpu else on_cpu.max_num_batched_tokens)
+    max_num_seqs = config.max_num_seqs or (256 if on_gpu else on_cpu.max_num_seqs)
     if max_num_seqs > budget:
         log(f"max_num_seqs {max_num_seqs} is cut to {budget}, the tokens of one step")
         max_num_seqs = budget
-    block_size = config.block_size or (16 if on_gpu else 64)
+    block_size = config.block_size or (16 if on_gpu else on_cpu.block_size)
 
     def free_memory() -> int:
         if not on_gpu:

@@ -441,7 +441,7 @@ def test_bad_options_are_one_line_and_status_2(
 
 def test_a_suite_measures_what_it_likes(capsys: Any) -> None:
     assert main(["bench", "--suite", "gpu", "--num-prompts", "3"]) == 2
-    assert "--suite measures workloads of its own" in capsys.readouterr().err
+    assert "--suite gpu measures workloads of its own" in capsys.readouterr().err
 
 
 def test_only_generate_may_run() -> None:

@@ -64,6 +64,7 @@ def test_the_machine_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         *(["gpus"] if torch.cuda.is_available() else []),
         "threads",
         "CPU kernels",
+        "defaults",
         "free memory",
     ]
     assert f"torch {torch.__version__}" in lines[1]

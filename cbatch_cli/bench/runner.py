@@ -42,7 +42,7 @@ def run_bench(
     """
     loaded = load(config.job.model, config.job.engine)
     engine = loaded.build_engine(config.job.engine, log)
-    workload = _workload(config, engine, vocab_size=loaded.model.vocab_size)
+    workload = bench_workload(config, engine, vocab_size=loaded.model.vocab_size)
     description = {key: value for key, value in engine.description.items() if key != "scheduler"}
     del engine
     loaded.release_engine()
@@ -76,7 +76,11 @@ def run_bench(
     }
 
 
-def _workload(config: BenchConfig, engine: LoadedEngine, *, vocab_size: int) -> Workload:
+def bench_workload(config: BenchConfig, engine: LoadedEngine, *, vocab_size: int) -> Workload:
+    """The rows that `config` names, or made-up ones, as `engine` takes them.
+
+    Raises `UsageError` for a row that cannot be run.
+    """
     if config.num_made_up is not None:
         return make_up_workload(
             config.num_made_up,
@@ -99,7 +103,7 @@ def _measure(
     """The runs of every contender by its name, and what they come to."""
     runs: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
-        contender.run(_warm_up(requests))
+        contender.run(warm_up_rows(requests))
     # In turn, so that a machine that gets slower over time is unfair to nobody.
     for number in range(1, repeat + 1):
         for contender in contenders:
@@ -118,7 +122,7 @@ def _measure(
     }
 
 
-def _warm_up(requests: Sequence[Request]) -> list[Request]:
+def warm_up_rows(requests: Sequence[Request]) -> list[Request]:
     """A few short rows: what is set up once must not count for whoever runs first."""
     return [
         dataclasses.replace(

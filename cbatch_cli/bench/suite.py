@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from cbatch_cli import __version__
+from cbatch_cli.bench.config import BenchConfig
 from cbatch_cli.config import EngineConfig
 
-SuiteName = Literal["gpu"]
+SuiteName = Literal["cpu", "gpu"]
 
 SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
-_MODULES: dict[SuiteName, str] = {"gpu": "cbatch_cli.bench.gpu_suite"}
+_MODULES: dict[SuiteName, str] = {
+    "cpu": "cbatch_cli.bench.cpu_suite",
+    "gpu": "cbatch_cli.bench.gpu_suite",
+}
 
 Log = Callable[[str], None]
 
@@ -34,6 +38,8 @@ class SuiteSettings:
     """The model of suites that measure one by name."""
     repeat: int
     """How often an engine's run is measured; the median counts."""
+    rows: BenchConfig | None = None
+    """Names the rows, for suites that run those of a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,9 @@ _LAYOUT_VERSION = 3
 
 
 def cache_root() -> Path:
-    """Where converted models are kept: `CBATCH_CACHE`, else `cbatch` in the XDG cache folder."""
+    """Where converted models and measured defaults are kept: `CBATCH_CACHE`, else `cbatch` in the
+    XDG cache folder.
+    """
     if chosen := os.environ.get("CBATCH_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

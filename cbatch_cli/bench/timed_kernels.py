@@ -1,0 +1,183 @@
+"""Compiled kernels and attention that note how long each call took, and what it computed."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cbatch_kernels.cpu_library import CPUKernels
+from torch import Tensor
+
+from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
+
+_SETUP = ("pack_linear", "round_int8", "pack_int8")
+"""These run once, when a model is loaded or a head is first asked for."""
+
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call computes, and the least that it reads from memory.
+
+    Bytes are those of weights and of cached keys and values: what a step computes on its way fits
+    into caches.
+    """
+
+    flops: int = 0
+    """Multiplications and additions, each counted."""
+    num_bytes: int = 0
+    is_int8: bool = False
+    num_columns: int = 0
+    """Of a product: values in a row of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a kernel."""
+
+    step: int
+    kernel: str
+    seconds: float
+    work: Work
+
+
+class CallRecorder:
+    """Takes calls down while it is on. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.calls: list[Call] = []
+        self._is_on = False
+        self._step = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Call]]:
+        """Forget what was noted, and note the calls of the block; they stay in the list."""
+        self.calls, self._step, self._is_on = [], 0, True
+        try:
+            yield self.calls
+        finally:
+            self._is_on = False
+
+    def begin_step(self) -> None:
+        """Calls from now on belong to the next step."""
+        self._step += 1
+
+    def add(self, kernel: str, start: float, end: float, work: Work) -> None:
+        """A call from `start` to `end` by the clock."""
+        if self._is_on:
+            self.calls.append(Call(self._step, kernel, end - start, work))
+
+
+class TimedKernels:
+    """In place of `CPUKernels`: every call is told to the recorder."""
+
+    def __init__(self, kernels: CPUKernels, recorder: CallRecorder) -> None:
+        self.variant, self.panel = kernels.variant, kernels.panel
+        self._recorder = recorder
+        for name, function in vars(kernels).items():
+            if name not in ("variant", "panel"):
+                is_timed = name not in _SETUP
+                setattr(self, name, self._timed(name, function) if is_timed else function)
+
+    def _timed(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        recorder, clock = self._recorder, self._recorder.clock
+        work_of = _WORK.get(name)
+
+        def timed(*args: Any) -> None:
+            start = clock()
+            function(*args)
+            end = clock()
+            recorder.add(name, start, end, Work() if work_of is None else work_of(args))
+
+        return timed
+
+
+class TimedBackend:
+    """An attention backend that is timed.
+
+    It is no `CPUAttentionBackend`, so that fused layers go step by step and call each kernel by
+    itself. `itemsize` is of the cached keys and values, in bytes.
+    """
+
+    def __init__(self, backend: AttentionBackend, recorder: CallRecorder, *, itemsize: int) -> None:
+        self._backend, self._recorder, self._itemsize = backend, recorder, itemsize
+        self._metadata: Sequence[AttentionMetadata] = ()
+
+    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
+        """As the backend does."""
+        self._recorder.begin_step()
+        self._metadata = metadata
+        self._backend.begin_step(metadata)
+
+    def forward(self, layer: LayerSpec, *states: Tensor, **options: Any) -> Tensor:
+        """As the backend does."""
+        start = self._recorder.clock()
+        output = self._backend.forward(layer, *states, **options)
+        end = self._recorder.clock()
+        step = self._metadata[layer.group]
+        work = attention_work(
+            layer, step.query_lens_cpu, step.seq_lens_cpu, itemsize=self._itemsize
+        )
+        self._recorder.add(ATTENTION, start, end, work)
+        return output
+
+
+def attention_work(
+    layer: LayerSpec, query_lens: Sequence[int], seq_lens: Sequence[int], *, itemsize: int
+) -> Work:
+    """Of the last `query_lens` positions of sequences that are then `seq_lens` long.
+
+    A position attends to itself and to those before it, within the window.
+    """
+    num_scores = num_positions = 0
+    for new, length in zip(query_lens, seq_lens, strict=True):
+        window = min(layer.sliding_window or length, length)
+        # Positions that see fewer than the window come first.
+        first = length - new
+        num_growing = max(0, min(window - first, new))
+        num_scores += num_growing * (2 * first + num_growing + 1) // 2
+        num_scores += (new - num_growing) * window
+        num_positions += min(length, window + new - 1)
+    head_dims = layer.head_dim + layer.value_head_dim
+    return Work(
+        flops=2 * num_scores * layer.num_heads * head_dims,
+        num_bytes=num_positions * layer.num_kv_heads * head_dims * itemsize,
+    )
+
+
+def _linear_work(args: tuple[Any, ...]) -> Work:
+    rows, depth, columns = args[2], args[3], args[6]
+    return Work(
+        flops=2 * rows * depth * columns, num_bytes=4 * depth * columns, num_columns=columns
+    )
+
+
+def _int8_work(args: tuple[Any, ...]) -> Work:
+    rows, depth, columns = args[2], args[3], args[7]
+    return Work(
+        flops=2 * rows * depth * columns,
+        num_bytes=depth * columns,
+        is_int8=True,
+        num_columns=columns,
+    )
+
+
+def _largest_work(args: tuple[Any, ...]) -> Work:
+    """The kernel leaves behind for how many columns of each row it computed a logit again."""
+    rows, depth, columns, kept = args[2], args[3], args[9], args[12]
+    counts = (ctypes.c_int64 * rows).from_address(kept) if rows else ()
+    return Work(
+        flops=2 * depth * sum(counts),
+        num_bytes=4 * depth * max(counts, default=0),
+        num_columns=columns,
+    )
+
+
+_WORK = {"linear": _linear_work, "linear_int8": _int8_work, "keep_largest": _largest_work}
