@@ -151,9 +151,11 @@ def test_without_a_home_nothing_is_stored(
 def test_the_doctor_tells_of_them(key: DefaultsKey, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "defaults     built in\n" in capsys.readouterr().out
-    store_defaults(key, FAST, speedup=1.2)
     other = dataclasses.replace(key, cbatch_version="0.0.0")
     store_defaults(other, dataclasses.replace(FAST, max_num_seqs=32), speedup=1.2)
+    assert main(["doctor"]) == 0
+    assert "defaults     built in\n" in capsys.readouterr().out, "of another version"
+    store_defaults(key, FAST, speedup=1.2)
     (key.path.parent / "foreign.json").write_text("{")
     assert main(["doctor"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("defaults")]
