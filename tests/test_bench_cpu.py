@@ -206,7 +206,8 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
                 nn.functional.linear(torch.empty(num_tokens, module.in_features), weight)
     linears = run.calls_of("linears")
     assert sum(call.work.flops for call in linears) == counter.get_total_flops()
-    head = [call for call in run.calls_of("head") if call.kernel == "linear_int8"]
+    head = run.calls_of("head")
+    assert {call.kernel for call in head} == {"largest_int8"}
     assert sum(call.work.flops for call in head) == 2 * num_answers * 32 * VOCAB_SIZE
     assert {call.work.num_bytes for call in head} == {32 * VOCAB_SIZE}
     assert max(call.step for call in run.calls) == plain.stats.num_steps
