@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from cbatch_kernels.cpu_head import VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import LinearMode, choose_linear
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear, rounds_weights
 from torch import Tensor, nn
 
 from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, relative_error
@@ -31,7 +31,7 @@ def fuse_head(
     if type(head) is not nn.Linear:
         return None
     weight = head.weight.detach()
-    if mode != "w8a16" and head.bias is None:
+    if not rounds_weights(mode) and head.bias is None:
         vocabulary = VocabularyHead(weight, mode=mode, kernels=kernels)
 
         def product(rows: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def fuse_head(
         weight, None if head.bias is None else head.bias.detach(), mode=mode, kernels=kernels
     )
     rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
-    tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else TOLERANCE
+    tolerance = ROUNDED_TOLERANCE if rounds_weights(mode) else TOLERANCE
     if not relative_error(linear(rows), head(rows)) <= tolerance:
         return None
 
