@@ -35,10 +35,10 @@ _SIGNATURES = {
     "activate_and_multiply": "ppiiii",
     "pack_linear": "piipi",
     "linear": "piiippipii",
-    "round_int8": "piippppi",
+    "round_int8": "piiippippi",
     "pack_int8": "piipi",
-    "linear_int8": "piiipppipii",
-    "largest_int8": "piiipppippppppppi",
+    "linear_int8": "piiipppiipii",
+    "largest_int8": "piiipppiippppppppi",
     "pack_int8_groups": "piipi",
     "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
@@ -108,10 +108,11 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
-        ("column_scales", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("group", ctypes.c_int64),
         ("format", ctypes.c_int64),
     ]
 
