@@ -19,7 +19,7 @@ import torch
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 4
+_INTERFACE_VERSION = 5
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -38,9 +38,9 @@ _SIGNATURES = {
     "round_int8": "piippppi",
     "pack_int8": "piipi",
     "linear_int8": "piiipppipii",
+    "largest_int8": "piiipppippppppppi",
     "pack_int8_groups": "piipi",
     "linear_int8_groups": "piiippipii",
-    "keep_largest": "piiipppppipipi",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",
     "top_logits": "piiippippi",
@@ -171,9 +171,9 @@ class CPUKernels:
     round_int8: Callable[..., None]
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
+    largest_int8: Callable[..., None]
     pack_int8_groups: Callable[..., None]
     linear_int8_groups: Callable[..., None]
-    keep_largest: Callable[..., None]
     row_maxima: Callable[..., None]
     exponential_sums: Callable[..., None]
     top_logits: Callable[..., None]
