@@ -170,7 +170,7 @@ class GroupedInt8Linear(_PanelLinear):
 
     kind: LinearKind = "int8_groups"
     _format = WeightFormat.INT8_GROUPS
-    group = 128
+    group = 64
     """Depths that share the scales; `kGroup` of the kernels."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:

@@ -42,11 +42,13 @@ struct NextWeights {
                 bytes_per_step_of_panel * num_steps * tile / num_tiles),
           bytes_per_step(ceil_div(bytes_per_step_of_panel, num_tiles)) {}
 
-    template <int LINES>
+    // Into the nearest cache, or with LOCALITY 2 into the next one.
+    template <int LINES, int LOCALITY = 3>
     CBATCH_INLINE void fetch(int64_t step) const {
         CBATCH_UNROLL
         for (int line = 0; line < LINES; ++line) {
-            __builtin_prefetch(start + step * bytes_per_step + line * bytes_per_step / LINES);
+            const char* address = start + step * bytes_per_step + line * bytes_per_step / LINES;
+            __builtin_prefetch(address, 0, LOCALITY);
         }
     }
 };

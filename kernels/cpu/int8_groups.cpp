@@ -13,6 +13,7 @@ namespace {
 constexpr int kLinesPerStep = kStepBytes > 64 ? kStepBytes / 64 : 1;
 // How far ahead weights are fetched that are read once, in steps.
 constexpr int kPrefetchSteps = 16;
+constexpr int64_t kFewTiles = 2;
 
 struct GroupedProduct {
     const uint8_t* panels;
@@ -25,7 +26,7 @@ struct GroupedProduct {
 
 template <int ROWS, int PANELS>
 CBATCH_INLINE void multiply(const GroupedProduct& product, int64_t first_row, int64_t first_panel,
-                            NextWeights next) {
+                            NextWeights next, bool few_tiles) {
     constexpr int kVectors = 2 * PANELS, kColumns = PANELS * kPanel;
     const Groups& groups = product.groups;
     const int64_t panel_bytes = groups.panel_bytes();
@@ -47,7 +48,13 @@ CBATCH_INLINE void multiply(const GroupedProduct& product, int64_t first_row, in
     int64_t num_done = 0;
     const auto advance = [&]() __attribute__((always_inline)) {
         if constexpr (PANELS == 1) {
-            next.fetch<kLinesPerStep>(num_done++);
+            // Few tiles are done with a panel before the next one has come, and in the nearest
+            // cache that would take the panel's own place.
+            if (few_tiles) {
+                next.fetch<kLinesPerStep, 2>(num_done++);
+            } else {
+                next.fetch<kLinesPerStep>(num_done++);
+            }
         } else {
             CBATCH_UNROLL
             for (int v = 0; v < kVectors; ++v) {
@@ -129,11 +136,11 @@ CBATCH_INLINE void multiply(const GroupedProduct& product, int64_t first_row, in
 
 template <int ROWS>
 void multiply_tile(int num_rows, const GroupedProduct& product, int64_t first_row, int64_t panel,
-                   NextWeights next) {
+                   NextWeights next, bool few_tiles) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, first_row, panel, next);
+        multiply<ROWS, 1>(product, first_row, panel, next, few_tiles);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, first_row, panel, next);
+        multiply_tile<ROWS - 1>(num_rows, product, first_row, panel, next, few_tiles);
     }
 }
 
@@ -147,7 +154,8 @@ void multiply_panel(const GroupedProduct& product, const RowTiles& tiles, int64_
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
         multiply_tile<kMaxGroupedRows>(
             tiles.size(tile), product, tiles.start(tile), panel,
-            NextWeights(ahead, kStepBytes, num_steps, tile - first_tile, num_tiles));
+            NextWeights(ahead, kStepBytes, num_steps, tile - first_tile, num_tiles),
+            num_tiles <= kFewTiles);
     }
 }
 
@@ -204,7 +212,7 @@ CBATCH_EXPORT(linear_int8_groups)(const float* input, int64_t input_stride, int6
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
             if (one_row && panel + kPanelsAtOnce <= num_panels) {
-                multiply<1, kPanelsAtOnce>(product, 0, panel, NextWeights(nullptr, 0, 1, 0, 1));
+                multiply<1, kPanelsAtOnce>(product, 0, panel, NextWeights(nullptr, 0, 1, 0, 1), true);
                 continue;
             }
             const int64_t wanted = panel + work.panels_per_item;

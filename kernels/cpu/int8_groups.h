@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kGroup = 128;
+constexpr int kGroup = 64;
 constexpr int kQuad = 4;  // depths that one step multiplies
 constexpr int kQuadsPerGroup = kGroup / kQuad;
 // A panel is a sequence of steps of so many bytes. Each group has one for every quad, then one with

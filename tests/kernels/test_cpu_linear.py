@@ -114,18 +114,18 @@ def test_one_column_of_other_values_is_enough_to_round_by_larger_groups(
         assert linear.group == 128 and linear.errors.nonzero().tolist() == [[column]]
 
 
-DEPTHS = st.sampled_from([1, 3, 4, 8, 31, 127, 128, 129, 132, 250, 257, 384])
+DEPTHS = st.sampled_from([1, 3, 4, 8, 31, 63, 64, 65, 68, 127, 128, 129, 192, 250])
 
 
 def on_grid(seed: int, num_rows: int, depth: int, *, with_offset: bool) -> Tensor:
     """Values that rounding to 8 bits by groups leaves as they are.
 
-    In each group of 128 they are integers from -127 to 127, both ends among them, times a power of
+    In each group they are integers from -127 to 127, both ends among them, times a power of
     two, and plus a common offset if asked for.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-127, 128, (num_rows, depth), generator=generator).float()
-    for group in values.split(128, dim=1):
+    for group in values.split(GroupedInt8Linear.group, dim=1):
         ends = torch.randperm(group.shape[1], generator=generator)[:2]
         group[:, ends] = torch.tensor([127.0, -127.0])[: len(ends)]
         group *= torch.exp2(torch.randint(-9, 1, (num_rows, 1), generator=generator))
@@ -173,9 +173,10 @@ def test_grouped_int8_product_is_off_by_its_roundings(
 ) -> None:
     weight, rows = random(seed, num_columns, depth), random(seed + 1, num_rows, depth) + offset
     expected = rows.double() @ weight.double().t()
+    size = GroupedInt8Linear.group
     bound = 1e-6 * (rows.double().abs() @ weight.double().abs().t())
     for values, weights in zip(
-        rows.double().split(128, 1), weight.double().split(128, 1), strict=True
+        rows.double().split(size, 1), weight.double().split(size, 1), strict=True
     ):
         # Half a step each: a group's activations from end to end have 254 steps.
         step = (values.amax(dim=1) - values.amin(dim=1)) / 254
