@@ -20,6 +20,7 @@ from cbatch_kernels.cpu_library import (
     address,
     num_threads,
 )
+from cbatch_kernels.kept_memory import KeptMemory
 from torch import Tensor
 
 LinearMode = Literal["fast", "deterministic", "w8a16"]
@@ -91,7 +92,7 @@ class PackedLinear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels = kernels
+        self._kernels, self._outputs = kernels, KeptMemory()
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         self._packed = torch.empty(padded * self.depth, dtype=torch.float32)
         kernels.pack_linear(
@@ -102,7 +103,7 @@ class PackedLinear:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._kernels.linear(
             rows.data_ptr(),
             rows.stride(0),
@@ -137,7 +138,7 @@ class Int8Linear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels = kernels
+        self._kernels, self._outputs = kernels, KeptMemory()
         rounded = torch.empty(weight.shape, dtype=torch.int8)
         self._scales, self.errors, self.norms = torch.empty(3, self.num_columns)
         """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
@@ -166,7 +167,7 @@ class Int8Linear:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._kernels.linear_int8(
             rows.data_ptr(),
             rows.stride(0),
