@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NUM_RECORDED_TOKENS = 8
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Token ids, positions and indices to logits, as `HFModel.forward` without its option."""
+
+
+class OnePass(Protocol):
+    """A whole forward pass in place of transformers' own, as far as a backend allows it."""
+
+    def bound_to(self, backend: AttentionBackend, layers: Sequence[LayerSpec]) -> Forward | None:
+        """The pass over this backend; None where it has to be transformers' own."""
+        ...
 
 
 class HFModel:
@@ -48,6 +59,9 @@ class HFModel:
         """Scales of a KV cache of eight bits that the checkpoint holds, by the layer's index."""
         self.only_largest = False
         """Whether the forward pass that runs is asked for nothing but each row's largest logit."""
+        self.one_pass: OnePass | None = None
+        """What takes the place of transformers' forward pass over the backends that it knows."""
+        self._bound_pass: Forward | None = None
         self.num_parameter_bytes = sum(
             parameter.numel() * parameter.element_size() for parameter in model.parameters()
         )
@@ -87,11 +101,15 @@ class HFModel:
 
         `layers` are `layer_specs` with their KV groups; if not given, all are in one group.
         """
-        self._recording.bind(backend, self.layer_specs if layers is None else layers)
+        layers = self.layer_specs if layers is None else layers
+        self._recording.bind(backend, layers)
+        if self.one_pass is not None:
+            self._bound_pass = self.one_pass.bound_to(backend, layers)
 
     def unbind(self) -> None:
         """Let go of the backend, and so of its KV cache, if nobody else holds them."""
         self._recording.unbind()
+        self._bound_pass = None
 
     @torch.inference_mode()
     def forward(
@@ -110,6 +128,8 @@ class HFModel:
         """
         self.only_largest = only_largest
         try:
+            if self._bound_pass is not None:
+                return self._bound_pass(token_ids, position_ids, sample_indices)
             return self._logits(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
