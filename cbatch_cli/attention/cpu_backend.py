@@ -85,14 +85,16 @@ class CPUAttentionBackend:
             )
             self._arguments[layer.index] = self._all_arguments[row]
         groups = np.array([layer.group for layer in layers])
-        self._rows_of_groups = [np.flatnonzero(groups == i) for i in range(groups.max() + 1)]
+        self._places_of_groups = [
+            np.ix_(groups == group, _STEP_COLUMNS) for group in range(groups.max() + 1)
+        ]
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
         """Take the layout of the next forward pass, one entry per KV group."""
         self._metadata = metadata
-        for group, rows in enumerate(self._rows_of_groups):
+        for group, places in enumerate(self._places_of_groups):
             entry = metadata[group]
-            self.words[rows[:, None], _STEP_COLUMNS] = (
+            self.words[places] = (
                 entry.block_tables.data_ptr(),
                 entry.block_tables.stride(0),
                 entry.query_start_loc.data_ptr(),
