@@ -106,11 +106,16 @@ def fuse_decoder(
     decoder = _read(model, one_calls, step, _watched(model, step))
     forward = decoder.bound_to(backend, model.layer_specs)
     assert forward is not None
-    # The layers' own rotations and positions of another step: nothing may hang on the first.
+    # Of another step too: nothing may hang on the first.
     for other in (step, _step(model, seed=1)):
         expected = model.forward(*other)
-        if not relative_error(forward(*other), expected) <= TOLERANCE:
-            raise NotFusable("the logits differ")
+        try:
+            error = relative_error(forward(*other), expected)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            raise NotFusable(f"its modules fail: {str(failure).splitlines()[0]}") from None
+        # Not a number is no small difference.
+        if not error <= TOLERANCE:
+            raise NotFusable(f"the logits differ by {error:.1g}")
     return decoder
 
 
@@ -151,7 +156,7 @@ def _read(
 ) -> FusedDecoder:
     """What the pass was seen to be made of. Raises `NotFusable` if it is anything else."""
     token_ids, position_ids, sample_indices = step
-    embedded = _only_call(calls, model.module.get_input_embeddings(), "embedding")
+    embedded = _only_call(calls, model.embedding, "embedding")
     if not _is_same(embedded.args, token_ids[None]) or embedded.kwargs:
         raise NotFusable("its embedding is given more than the tokens")
     layer_calls = [call for call in calls if getattr(call.module, "forward", None) in layers]
@@ -168,7 +173,7 @@ def _read(
             rotations.append(rotation)
         rotation_of_layer.append(rotations.index(rotation))
     norm = next((call for call in calls if call.args and call.args[0] is hidden_states), None)
-    head = _only_call(calls, model.module.get_output_embeddings(), "head")
+    head = _only_call(calls, model.head, "head")
     if norm is None or len(norm.args) != 1 or norm.kwargs or not isinstance(norm.output, Tensor):
         raise NotFusable("its last layer is followed by more than a norm")
     if not _is_same(head.args, norm.output[:, sample_indices]) or head.kwargs:

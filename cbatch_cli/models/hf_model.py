@@ -83,6 +83,18 @@ class HFModel:
         return self._model
 
     @property
+    def embedding(self) -> nn.Module:
+        """What token ids are given to."""
+        embedding: nn.Module = self._model.get_input_embeddings()
+        return embedding
+
+    @property
+    def head(self) -> nn.Module | None:
+        """What gives the logits, where that is a module."""
+        head: nn.Module | None = self._model.get_output_embeddings()
+        return head
+
+    @property
     def attention_modules(self) -> tuple[nn.Module, ...]:
         """The modules of `layer_specs`."""
         return tuple(self._recording.modules)
