@@ -17,7 +17,7 @@ from cbatch_kernels.cpu_library import (
     NormArguments,
     address,
 )
-from cbatch_kernels.cpu_linear import Int8Linear, PackedLinear
+from cbatch_kernels.cpu_linear import OwnLinear
 from torch import Tensor
 
 Norm = tuple[Tensor, float]
@@ -47,10 +47,10 @@ class LayerWeights:
     post_attention_norm: Norm | None
     pre_mlp_norm: Norm
     post_mlp_norm: Norm | None
-    qkv: PackedLinear | Int8Linear
-    output: PackedLinear | Int8Linear
-    gate_up: PackedLinear | Int8Linear
-    down: PackedLinear | Int8Linear
+    qkv: OwnLinear
+    output: OwnLinear
+    gate_up: OwnLinear
+    down: OwnLinear
     activation: Activation
     rotates: bool
 

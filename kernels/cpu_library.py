@@ -7,6 +7,7 @@ All arrays are passed as addresses, so callers must keep the tensors alive durin
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 4
+_INTERFACE_VERSION = 5
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -41,6 +42,8 @@ _SIGNATURES = {
     "pack_int8": "piipi",
     "linear_int8": "piiipppipii",
     "largest_int8": "piiipppippppppppi",
+    "pack_int8_groups": "piipi",
+    "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",
     "top_logits": "piiippippi",
@@ -95,6 +98,14 @@ class AttentionArguments(ctypes.Structure):
     ]
 
 
+class WeightFormat(enum.IntEnum):
+    """`CbatchWeightFormat` of kernels/cpu/layer.h."""
+
+    FLOAT32 = 0
+    INT8 = 1
+    INT8_GROUPS = 2
+
+
 class LinearArguments(ctypes.Structure):
     """`CbatchLinear` of kernels/cpu/layer.h."""
 
@@ -104,6 +115,7 @@ class LinearArguments(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("num_columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     ]
 
 
@@ -177,6 +189,8 @@ class CPUKernels:
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
     largest_int8: Callable[..., None]
+    pack_int8_groups: Callable[..., None]
+    linear_int8_groups: Callable[..., None]
     row_maxima: Callable[..., None]
     exponential_sums: Callable[..., None]
     top_logits: Callable[..., None]

@@ -7,7 +7,7 @@ from typing import Any
 from cbatch_kernels.cpu_decoder import LayerCall
 from cbatch_kernels.cpu_decoder_layer import DecoderLayer, LayerWeights, Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Int8Linear, Linear, PackedLinear
+from cbatch_kernels.cpu_linear import Linear, OwnLinear
 from torch import Tensor
 
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
@@ -78,12 +78,11 @@ def as_one_call(
 ) -> OneCallLayer | None:
     """`fused` as one call; None where a product is not one of our own."""
     qkv, output, gate_up, down = fused.linears
-    own = (PackedLinear, Int8Linear)
     if not (
-        isinstance(qkv, own)
-        and isinstance(output, own)
-        and isinstance(gate_up, own)
-        and isinstance(down, own)
+        isinstance(qkv, OwnLinear)
+        and isinstance(output, OwnLinear)
+        and isinstance(gate_up, OwnLinear)
+        and isinstance(down, OwnLinear)
     ):
         return None
     query_norm, key_norm = parts.head_norms or (None, None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from cbatch_kernels.cpu_decoder_layer import Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear
+from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear, rounds_weights
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec
@@ -127,7 +127,7 @@ def fuse_layers(
         kinds.update(linear.kind for linear in step.linears)
     parts: dict[PartKind, PartReport] = {}
     # Weights of 8 bits are for models that are fused as a whole.
-    if mode != "w8a16":
+    if not rounds_weights(mode):
         part_fuser = PartFuser(model.module, probe, operations, fuser.make_linear, fused)
         parts = part_fuser.fuse()
         kinds.update(linear.kind for linear in part_fuser.products)
@@ -177,7 +177,7 @@ class _LayerFuser:
         self._operations = operations
         self._merger = WeightMerger(model.module)
         self._dtype = model.dtype
-        self._tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else None
+        self._tolerance = ROUNDED_TOLERANCE if rounds_weights(mode) else None
         self._kernels = operations.kernels if isinstance(operations, CompiledOperations) else None
         self._workspace = Workspace()
 
