@@ -22,6 +22,7 @@ from cbatch_kernels.cpu_library import (
     address,
     num_threads,
 )
+from cbatch_kernels.kept_memory import KeptMemory
 from torch import Tensor
 
 LinearMode = Literal["fast", "deterministic", "w8a16", "w8a8"]
@@ -110,7 +111,7 @@ class _PanelLinear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._multiply = multiply
+        self._multiply, self._outputs = multiply, KeptMemory()
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         self._packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
         pack(address(weight), self.num_columns, self.depth, address(self._packed), num_threads())
@@ -119,7 +120,7 @@ class _PanelLinear:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._multiply(
             rows.data_ptr(),
             rows.stride(0),
@@ -199,7 +200,7 @@ class Int8Linear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels = kernels
+        self._kernels, self._outputs = kernels, KeptMemory()
         self._padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         first = weight[:_COLUMNS_TO_JUDGE]
         is_whole = len(first) == self.num_columns
@@ -246,7 +247,7 @@ class Int8Linear:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._kernels.linear_int8(
             rows.data_ptr(),
             rows.stride(0),
