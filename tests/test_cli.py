@@ -398,6 +398,28 @@ def run_with_fake_job(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_soon_unless_somebody_says_otherwise(
+    settings: dict[str, str], expected: str | None
+) -> None:
+    code = (
+        "import os, sys\n"
+        "import cbatch_cli.__main__ as shell\n"
+        "def main():\n"
+        "    print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\n"
+        "    return 0\n"
+        "shell.main = main\n"
+        "shell.run()\n"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run([sys.executable, "-c", code], env=env | settings, capture_output=True)
+    assert done.stdout.decode().split() == [str(expected), "False"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "status"),
     [(["run", "a", "--json"], 4), (["run", "a", "--dump-config"], 0)],
 )
