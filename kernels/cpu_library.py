@@ -14,8 +14,11 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-# Imported first, since the library takes OpenMP from the runtime that torch loads.
+import numpy as np
+
+# Imported before the library, which takes OpenMP from the runtime that torch loads.
 import torch
+from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
@@ -35,10 +38,10 @@ _SIGNATURES = {
     "activate_and_multiply": "ppiiii",
     "pack_linear": "piipi",
     "linear": "piiippipii",
-    "round_int8": "piippppi",
+    "round_int8": "piiippippi",
     "pack_int8": "piipi",
-    "linear_int8": "piiipppipii",
-    "largest_int8": "piiipppippppppppi",
+    "linear_int8": "piiipppiipii",
+    "largest_int8": "piiipppiippppppppi",
     "pack_int8_groups": "piipi",
     "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
@@ -108,10 +111,11 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
-        ("column_scales", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("group", ctypes.c_int64),
         ("format", ctypes.c_int64),
     ]
 
@@ -146,6 +150,20 @@ class LayerArguments(ctypes.Structure):
         ("down", LinearArguments),
         ("attention", AttentionArguments),
     ]
+
+
+def _columns(structure: type[ctypes.Structure]) -> dict[str, int]:
+    return {field[0]: getattr(structure, field[0]).offset // 8 for field in structure._fields_}
+
+
+ATTENTION_COLUMNS = _columns(AttentionArguments)
+LAYER_COLUMNS = _columns(LayerArguments)
+"""The word of 64 bits in which a field begins; fields of 32 bits lie two in a word."""
+
+
+def as_words(structures: Any) -> NDArray[np.int64]:
+    """A ctypes array of n structures as int64 `[n, words]` over the same memory."""
+    return np.frombuffer(structures, dtype=np.int64).reshape(len(structures), -1)
 
 
 class CPUKernels:

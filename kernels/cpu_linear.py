@@ -22,10 +22,19 @@ from cbatch_kernels.cpu_library import (
     address,
     num_threads,
 )
+from cbatch_kernels.kept_memory import KeptMemory
 from torch import Tensor
 
 LinearMode = Literal["fast", "deterministic", "w8a16", "w8a8"]
 LinearKind = Literal["torch", "onednn", "packed", "int8", "int8_groups"]
+
+_GROUP = 128
+"""Depths that share a scale of an int8 weight, unless it has values of its own: at most 512, and
+even."""
+_BLOCK = 32
+"""The blocks of weights that come as 8 bits with a scale."""
+_COLUMNS_TO_JUDGE = 64
+"""Columns rounded by blocks to see whether that changes nothing."""
 
 _MEASURED_ROWS = (1, 8, 32, 64, 256)
 _MEASURED_COLUMNS = 4096
@@ -102,7 +111,7 @@ class _PanelLinear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._multiply = multiply
+        self._multiply, self._outputs = multiply, KeptMemory()
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         self._packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
         pack(address(weight), self.num_columns, self.depth, address(self._packed), num_threads())
@@ -111,7 +120,7 @@ class _PanelLinear:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._multiply(
             rows.data_ptr(),
             rows.stride(0),
@@ -178,7 +187,11 @@ class GroupedInt8Linear(_PanelLinear):
 
 
 class Int8Linear:
-    """int8 weights with a scale per output, int16 activations with a scale per row: w8a16."""
+    """int8 weights with a scale per output and group of the depth, int16 activations with a scale
+    per row: w8a16.
+
+    A weight that was made of 8-bit blocks of 32, as in GGUF's Q8_0, keeps their values.
+    """
 
     kind: LinearKind = "int8"
 
@@ -187,37 +200,54 @@ class Int8Linear:
         weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels = kernels
-        rounded = torch.empty(weight.shape, dtype=torch.int8)
-        self.scales, self.errors, self.norms = torch.empty(3, self.num_columns)
-        """`[N]` float32: of each column its scale and the norms of what rounding changed in it and
-        of the column itself."""
-        kernels.round_int8(
-            address(weight),
-            self.num_columns,
-            self.depth,
-            address(rounded),
-            address(self.scales),
-            address(self.errors),
-            address(self.norms),
-            num_threads(),
-        )
-        padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self.packed = torch.empty(padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
+        self._kernels, self._outputs = kernels, KeptMemory()
+        self._padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
+        first = weight[:_COLUMNS_TO_JUDGE]
+        is_whole = len(first) == self.num_columns
+        self.group = _BLOCK
+        """Depths that share a scale."""
+        rounded = self._round(first)
+        if not (is_whole or self.errors.any()):
+            rounded = self._round(weight)
+        if self.errors.any() or len(rounded) < self.num_columns:
+            self.group = _GROUP
+            rounded = self._round(weight)
+        self.packed = torch.empty(self._padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
             address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
         )
 
+    def _round(self, weight: Tensor) -> Tensor:
+        """int8 of a weight's shape."""
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        # Those of the columns that fill the last panel stay 0.
+        self.scales = torch.zeros(math.ceil(self.depth / self.group), self._padded)
+        self.errors, self.norms = torch.empty(2, len(weight))
+        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
+        self._kernels.round_int8(
+            address(weight),
+            len(weight),
+            self.depth,
+            self.group,
+            address(rounded),
+            address(self.scales),
+            self._padded,
+            address(self.errors),
+            address(self.norms),
+            num_threads(),
+        )
+        return rounded
+
     @property
-    def largest_activation(self) -> int:
-        """What the largest activation of a row becomes: int32 sums must not overflow."""
-        return min(32767, (2**31 - 1) // (127 * self.depth))
+    def num_groups(self) -> int:
+        """Scales of a column."""
+        return len(self.scales)
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""
         rows = _as_rows(rows, self.depth)
         if out is None:
-            out = rows.new_empty(rows.shape[0], self.num_columns)
+            out = self._outputs.empty(rows.shape[0], self.num_columns)
         self._kernels.linear_int8(
             rows.data_ptr(),
             rows.stride(0),
@@ -227,6 +257,7 @@ class Int8Linear:
             self.scales.data_ptr(),
             address(self._bias),
             self.num_columns,
+            self.group,
             out.data_ptr(),
             self.num_columns,
             num_threads(),
@@ -237,10 +268,11 @@ class Int8Linear:
         """For kernels that multiply on their way; the layer must outlive them."""
         return LinearArguments(
             packed=address(self.packed),
-            column_scales=address(self.scales),
+            scales=address(self.scales),
             bias=address(self._bias),
             num_columns=self.num_columns,
             depth=self.depth,
+            group=self.group,
             format=WeightFormat.INT8,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cbatch_kernels.cpu_decoder import LayerCall
 from cbatch_kernels.cpu_decoder_layer import DecoderLayer, LayerWeights, Workspace
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import Linear, OwnLinear
@@ -24,6 +25,8 @@ class OneCallLayer:
         self._scale, self._softcap = parts.call.scale, parts.call.softcap
         sinks = parts.call.sinks
         self._sinks = None if sinks is None else sinks.float().contiguous()
+        self.layer_index = parts.spec.index
+        """Of the attention layer."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -53,6 +56,16 @@ class OneCallLayer:
             sinks=self._sinks,
         )
         return output.unsqueeze(0)
+
+    def in_decoder(self, *, tables: int) -> LayerCall:
+        """The layer among others, given the step's rotation tables of that number."""
+        return LayerCall(
+            layer=self._step,
+            scale=self._scale,
+            softcap=self._softcap,
+            sinks=self._sinks,
+            tables=tables,
+        )
 
 
 def as_one_call(

@@ -18,7 +18,7 @@ CBATCH_IMPORT(attention)(const CbatchAttention*);
 CBATCH_IMPORT(linear)(const float*, int64_t, int64_t, int64_t, const float*, const float*, int64_t,
                       float*, int64_t, int64_t);
 CBATCH_IMPORT(linear_int8)(const float*, int64_t, int64_t, int64_t, const int8_t*, const float*,
-                           const float*, int64_t, float*, int64_t, int64_t);
+                           const float*, int64_t, int64_t, float*, int64_t, int64_t);
 CBATCH_IMPORT(linear_int8_groups)(const float*, int64_t, int64_t, int64_t, const uint8_t*,
                                   const float*, int64_t, float*, int64_t, int64_t);
 
@@ -48,8 +48,8 @@ void multiply(const CbatchLinear& linear, const float* input, int64_t num_rows, 
             break;
         case kCbatchInt8:
             CBATCH_CALL(linear_int8)(input, linear.depth, num_rows, linear.depth,
-                                     static_cast<const int8_t*>(linear.packed),
-                                     linear.column_scales, linear.bias, linear.num_columns, output,
+                                     static_cast<const int8_t*>(linear.packed), linear.scales,
+                                     linear.bias, linear.num_columns, linear.group, output,
                                      linear.num_columns, num_threads);
             break;
         case kCbatchInt8Groups:

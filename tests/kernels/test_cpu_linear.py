@@ -58,17 +58,60 @@ def test_int8_product_is_that_of_the_rounded_weights(
 ) -> None:
     weight, rows = random(seed, num_columns, depth), random(seed + 1, num_rows, depth)
     bias = random(seed + 2, num_columns) if with_bias else None
-    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+    groups = weight.split(128, dim=1)
+    scales = torch.cat([(g.abs().amax(1, True) / 127).expand_as(g) for g in groups], dim=1)
     rounded = (weight / scales).round().double() * scales.double()
     expected = torch.nn.functional.linear(
         rows.double(), rounded, None if bias is None else bias.double()
     )
     guarded = torch.full((num_rows + 1, num_columns), math.nan)
     Int8Linear(weight, bias, kernels)(rows, out=guarded[:num_rows])
-    # Activations have at least 2^31 / (127 * 130) = 130,000 levels, hence 32,767 of them.
+    # Activations have 32,767 levels.
     bound = 3e-4 * math.sqrt(depth)
     torch.testing.assert_close(guarded[:num_rows].double(), expected, rtol=0, atol=bound)
     assert guarded[num_rows:].isnan().all()
+
+
+@each_variant
+@settings(max_examples=40, deadline=None)
+@given(
+    num_rows=st.integers(1, 30),
+    num_columns=st.sampled_from([1, 33, 64, 65, 130]),
+    depth=st.sampled_from([1, 2, 31, 32, 33, 64, 129, 352]),
+    seed=st.integers(0, 2**32),
+)
+def test_weights_of_eight_bit_blocks_keep_their_values(
+    kernels: CPUKernels, num_rows: int, num_columns: int, depth: int, seed: int
+) -> None:
+    """GGUF's Q8_0: blocks of 32 integers with a float16 scale, one of them 127 or -127."""
+    generator = torch.Generator().manual_seed(seed)
+    integers = torch.randint(-127, 128, (num_columns, depth), generator=generator).float()
+    for block in integers.split(32, dim=1):
+        block[:, torch.randint(block.shape[1], (1,), generator=generator)] = 127.0
+        block[::2] *= -1.0
+    scales = torch.rand(num_columns, -(-depth // 32), generator=generator).half().float()
+    weight = integers * scales.repeat_interleave(32, dim=1)[:, :depth]
+    # Integers with the largest that there is are rounded to themselves.
+    rows = torch.randint(-32767, 32768, (num_rows, depth), generator=generator).float()
+    rows[:, -1] = 32767.0
+    linear = Int8Linear(weight, None, kernels)
+    assert not linear.errors.any()
+    expected = rows.double() @ weight.double().t()
+    largest = rows.abs().double() @ weight.abs().double().t()
+    assert ((linear(rows).double() - expected).abs() <= 1e-6 * largest + 1e-30).all()
+
+
+@each_variant
+def test_one_column_of_other_values_is_enough_to_round_by_larger_groups(
+    kernels: CPUKernels,
+) -> None:
+    weight = torch.full((200, 64), 63.5)
+    assert Int8Linear(weight, None, kernels).group == 32
+    for column in (3, 150):
+        other = weight.clone()
+        other[column, 5] = 0.3
+        linear = Int8Linear(other, None, kernels)
+        assert linear.group == 128 and linear.errors.nonzero().tolist() == [[column]]
 
 
 DEPTHS = st.sampled_from([1, 3, 4, 8, 31, 63, 64, 65, 68, 127, 128, 129, 192, 250])
