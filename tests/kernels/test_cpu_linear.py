@@ -199,6 +199,18 @@ def test_the_largest_int8_sums_do_not_overflow(kernels: CPUKernels, depth: int) 
 
 
 @each_variant
+def test_grouped_int8_product_of_values_far_from_zero(kernels: CPUKernels) -> None:
+    """Their middle is rounded, so that one end is further from it than half of their range."""
+    half = on_grid(0, 40, GroupedInt8Linear.group // 2, with_offset=False)
+    weight = torch.cat([half, -half], dim=1)  # sums to zero, so that what is common drops out
+    generator = torch.Generator().manual_seed(1)
+    differences = 2.0 * torch.randint(0, 4, (9, weight.shape[1]), generator=generator)
+    product = GroupedInt8Linear(weight, None, kernels)(2.0**24 + differences)
+    bound = 0.51 * 4 / 127 * weight.abs().sum(dim=1)
+    assert ((product - differences @ weight.t()).abs() <= bound).all()
+
+
+@each_variant
 def test_the_largest_sums_of_groups_do_not_overflow(kernels: CPUKernels) -> None:
     signs = torch.ones(60000)
     signs[::2] = -1.0
