@@ -42,8 +42,8 @@ python -m tests.kernels.kernel_table
 ```
 
 Of each kernel the worst of its variants: head dimensions {head_dims}, bfloat16, float32 and a
-KV cache of eight bits, attention with a window, a soft cap and sinks, which take the most. Spilled
-are loads from and stores to local memory on NVIDIA, vector registers on AMD.
+KV cache of eight bits, attention as it is and with a window, a soft cap and sinks. Spilled are
+loads from and stores to local memory on NVIDIA, vector registers on AMD.
 Most shared memory a program may have: {limits}.
 
 | target | kernel | variants | registers | shared KB | spilled | tensor cores |
@@ -56,8 +56,6 @@ def launches_of(arch: str) -> Iterator[tuple[str, Launch]]:
     for variant in grid(arch):
         kv_dtypes = (None, FP8_DTYPES[arch][0])
         if variant.head_dim not in _HEAD_DIMS or variant.dtype not in _DTYPES:
-            continue
-        if variant.features != "all":
             continue
         if variant.kv_dtype not in kv_dtypes:
             continue

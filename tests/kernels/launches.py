@@ -162,7 +162,7 @@ def compile_launch(launch: Launch, arch: str, folder: Path) -> Compiled:
 
 def _cuobjdump(option: str, cubin: Path) -> str:
     command = [str(_TOOLS / "cuobjdump"), option, str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return done.stdout + done.stderr
 
 

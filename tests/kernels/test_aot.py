@@ -65,7 +65,7 @@ def check_attention(variant: AttentionVariant, arch: str, folder: Path) -> None:
     is_older = arch in ("sm_80", "sm_89")
     for launch in attention_launches(variant, arch):
         # Values of eight bits are widened on the way, which takes registers for a moment.
-        is_hard = variant.kv_dtype is not None or (is_older and variant.features == "all")
+        is_hard = is_older and (variant.kv_dtype is not None or variant.features == "all")
         allowed = 16 if is_hard else 0
         check(variant.label, launch, arch, folder, allowed_spills=allowed)
 
