@@ -55,7 +55,8 @@ def attention_tiles(
         # Exact products of float32 run outside the tensor cores and hold everything in registers.
         if kind == "decode":
             return _tiles(16, 16 if is_wide else 32, 4, 1)
-        return _tiles(16 if is_wide else 32, 16, 4 if is_wide else 8, 1)
+        num_warps = 8 if arch in _HOPPER_AND_LATER and not is_wide else 4
+        return _tiles(16 if is_wide else 32, 16, num_warps, 1)
     if kind == "decode" or (num_query_rows is not None and num_query_rows <= 16):
         num_stages = 3 if kind == "decode" else 2
         if arch == "gfx942":
