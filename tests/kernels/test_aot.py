@@ -80,7 +80,7 @@ def test_attention_of_common_models(arch: str, tmp_path: Path) -> None:
     [
         AttentionVariant(head_dim=128),
         AttentionVariant(head_dim=256, features="all"),
-        AttentionVariant(head_dim=64, kv_dtype=torch.float8_e4m3fn),
+        AttentionVariant(head_dim=128, kv_dtype=torch.float8_e4m3fn),
     ],
     ids=lambda variant: variant.label,
 )
@@ -120,6 +120,16 @@ def test_groups_and_small_tiles(
     arch: str, few_queries: bool, group_size: int, tmp_path: Path
 ) -> None:
     variant = AttentionVariant(head_dim=128, group_size=group_size, few_queries=few_queries)
+    check_attention(variant, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_small_tiles_over_caches_of_eight_bits(arch: str, head_dim: int, tmp_path: Path) -> None:
+    variant = AttentionVariant(
+        head_dim=head_dim, kv_dtype=FP8_DTYPES[arch][0], features="all", few_queries=True
+    )
     check_attention(variant, arch, tmp_path)
 
 
