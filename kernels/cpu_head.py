@@ -1,9 +1,9 @@
 """The product with a vocabulary on a CPU, cheaper where only the largest logit is asked for.
 
-An 8-bit product, which reads a quarter of the bytes, bounds every logit; those that can be the
-largest are then computed in float32, to the bits of the float32 product. The bound is proved, so
-the largest logit is the float32 product's own. With w the weight of a column, q its rounding, x
-the row and y its rounding:
+Logits that are not asked for are not written. Where they are float32, an 8-bit product, which reads
+a quarter of the bytes, bounds every one; those that can be the largest are then computed in
+float32, to the bits of the float32 product. The bound is proved, so the largest logit is the
+float32 product's own. With w the weight of a column, q its rounding, x the row and y its rounding:
 
     |q.y - w.x| <= |w - q| |x| + |q| |y - x|        (Cauchy-Schwarz)
 
@@ -13,6 +13,7 @@ and |q| <= |w| + |w - q|. Roundings of float32 sums are bounded by their number 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels, address, num_threads
@@ -29,69 +30,125 @@ _LARGEST_SHARE = 0.05
 _ROWS_TO_JUDGE = 64
 
 
-class VocabularyHead:
-    """Logits `[T, V]` of float32 rows `[T, K]` and a weight `[V, K]` without a bias.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestLogits:
+    """The largest logit of each row."""
 
-    What a call needs is made in the first one that needs it: all logits need the weight packed,
-    the largest alone needs its 8-bit form. The weight itself must stay as it is.
+    values: Tensor
+    """float32 `[T]`; not a number where a logit of the row is not."""
+    token_ids: Tensor
+    """int64 `[T]`: the first of the largest."""
+
+
+class VocabularyHead:
+    """Logits `[T, V]` of float32 rows `[T, K]` and a weight `[V, K]`.
+
+    In mode "w8a16" logits are those of the 8-bit product. In the others there must be no bias; what
+    a call needs is then made in the first one that needs it: all logits need the weight packed, the
+    largest alone needs its 8-bit form. The weight itself must stay as it is.
     """
 
-    def __init__(self, weight: Tensor, *, mode: LinearMode, kernels: CPUKernels) -> None:
-        self._weight, self._mode, self._kernels = weight.contiguous(), mode, kernels
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, mode: LinearMode, kernels: CPUKernels
+    ) -> None:
+        self._weight = None if mode == "w8a16" else weight.contiguous()
+        self._mode, self._kernels = mode, kernels
+        self.num_columns, self._depth = weight.shape
         self._all: Linear | None = None
-        self._rounded: Int8Linear | None = None
+        self._bounded: _BoundedProduct | None = None
+        if self._weight is None:
+            rounded = Int8Linear(weight, bias, kernels)
+            self._all, self._bounded = rounded, _BoundedProduct(rounded, None, bias, kernels)
+        elif bias is not None:
+            raise ValueError("a bias is for logits of the 8-bit product")
         self.num_rows = 0
         """Rows of which only the largest logit was computed."""
-        self.num_kept = 0
+        self.num_exact = 0
         """Logits of these rows that were computed in float32."""
+
+    @property
+    def kind(self) -> str:
+        """How the largest logit is found."""
+        return "int8" if self._weight is None else "two_stage"
 
     def all_logits(self, rows: Tensor) -> Tensor:
         """`[T, K]` to `[T, V]`."""
         if self._all is None:
+            assert self._weight is not None
             self._all = choose_linear(self._weight, None, mode=self._mode, kernels=self._kernels)
         return self._all(rows)
 
-    def largest_logits(self, rows: Tensor) -> Tensor:
-        """`[T, K]` to `[T, V]`: `all_logits`, but what cannot be a row's largest may be -inf."""
-        num_columns, depth = self._weight.shape
-        if not self._pays:
-            return self.all_logits(rows)
-        if self._rounded is None:
-            self._rounded = Int8Linear(self._weight, None, self._kernels)
-            # Of a column, per unit of a row's norm: |w - q|, and the roundings of both products.
-            self._errors = self._rounded.errors + (
-                (depth + _FEW_ROUNDINGS) * _UNIT_ROUNDOFF * 1.01 * self._rounded.norms
-            )
-            self._norms = (self._rounded.norms + self._rounded.errors) * 1.001
+    def largest_logits(self, rows: Tensor) -> LargestLogits | None:
+        """The largest of `all_logits(rows)`, or None where it is cheaper to compute all."""
+        most = _LARGEST_SHARE * self.num_rows * self.num_columns
+        if self.num_rows >= _ROWS_TO_JUDGE and self.num_exact > most:
+            return None
+        if self._bounded is None:
+            assert self._weight is not None
+            rounded = Int8Linear(self._weight, None, self._kernels)
+            self._bounded = _BoundedProduct(rounded, self._weight, None, self._kernels)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        logits = self._rounded(rows)
-        row_norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
-        row_errors = rows.abs().amax(dim=1).double() * (
-            _ROUNDING_OF_A_ROW * math.sqrt(depth) / self._rounded.largest_activation
+        largest, num_exact = self._bounded.largest(rows)
+        self.num_rows += len(rows)
+        self.num_exact += num_exact
+        return largest
+
+
+class _BoundedProduct:
+    """Finds largest outputs: of `rounded`, or with `weight` `[V, K]` of the float32 product."""
+
+    def __init__(
+        self, rounded: Int8Linear, weight: Tensor | None, bias: Tensor | None, kernels: CPUKernels
+    ) -> None:
+        self._rounded, self._weight, self._kernels = rounded, weight, kernels
+        self._scales = self._padded(rounded.scales, 0.0)
+        # Columns that only fill the last panel lose to all others.
+        self._bias = self._padded(
+            torch.zeros(rounded.num_columns) if bias is None else bias.float(), -math.inf
         )
-        row_norms, row_errors = row_norms.float(), row_errors.float()
-        kept = torch.empty(len(rows), dtype=torch.int64)
-        self._kernels.keep_largest(
+        self._errors = self._norms = None
+        if weight is not None:
+            # Of a column, per unit of a row's norm: |w - q|, and the roundings of both products.
+            sums = (rounded.depth + _FEW_ROUNDINGS) * _UNIT_ROUNDOFF * 1.01
+            self._errors = self._padded(rounded.errors + sums * rounded.norms, 0.0)
+            self._norms = self._padded((rounded.norms + rounded.errors) * 1.001, 0.0)
+
+    def largest(self, rows: Tensor) -> tuple[LargestLogits, int]:
+        """Of rows `[T, K]` with stride 1; and how many outputs were computed in float32."""
+        num_rows, depth = rows.shape
+        norms = errors = None
+        if self._weight is not None:
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
+            errors = rows.abs().amax(dim=1).double() * (
+                _ROUNDING_OF_A_ROW * math.sqrt(depth) / self._rounded.largest_activation
+            )
+            norms, errors = norms.float(), errors.float()
+        largest = LargestLogits(
+            values=torch.empty(num_rows), token_ids=torch.empty(num_rows, dtype=torch.int64)
+        )
+        num_exact = torch.empty(num_rows, dtype=torch.int64)
+        self._kernels.largest_int8(
             address(rows),
             rows.stride(0),
-            len(rows),
+            num_rows,
             depth,
+            address(self._rounded.packed),
+            address(self._scales),
+            address(self._bias),
+            self._rounded.num_columns,
             address(self._weight),
             address(self._errors),
             address(self._norms),
-            address(row_norms),
-            address(row_errors),
-            num_columns,
-            address(logits),
-            logits.stride(0),
-            address(kept),
+            address(norms),
+            address(errors),
+            address(largest.values),
+            address(largest.token_ids),
+            address(num_exact),
             num_threads(),
         )
-        self.num_rows += len(rows)
-        self.num_kept += int(kept.sum())
-        return logits
+        return largest, int(num_exact.sum())
 
-    @property
-    def _pays(self) -> bool:
-        most = _LARGEST_SHARE * self.num_rows * len(self._weight)
-        return self.num_rows < _ROWS_TO_JUDGE or self.num_kept <= most
+    def _padded(self, of_columns: Tensor, value: float) -> Tensor:
+        """With `value` for the columns that fill the last panel."""
+        missing = -len(of_columns) % self._kernels.panel
+        return torch.nn.functional.pad(of_columns, (0, missing), value=value).contiguous()

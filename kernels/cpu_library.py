@@ -18,7 +18,7 @@ import torch
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 4
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -37,7 +37,7 @@ _SIGNATURES = {
     "round_int8": "piippppi",
     "pack_int8": "piipi",
     "linear_int8": "piiipppipii",
-    "keep_largest": "piiipppppipipi",
+    "largest_int8": "piiipppippppppppi",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",
     "top_logits": "piiippippi",
@@ -159,7 +159,7 @@ class CPUKernels:
     round_int8: Callable[..., None]
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
-    keep_largest: Callable[..., None]
+    largest_int8: Callable[..., None]
     row_maxima: Callable[..., None]
     exponential_sums: Callable[..., None]
     top_logits: Callable[..., None]

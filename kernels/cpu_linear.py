@@ -139,22 +139,23 @@ class Int8Linear:
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._kernels = kernels
         rounded = torch.empty(weight.shape, dtype=torch.int8)
-        self._scales, self.errors, self.norms = torch.empty(3, self.num_columns)
-        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
+        self.scales, self.errors, self.norms = torch.empty(3, self.num_columns)
+        """`[N]` float32: of each column its scale and the norms of what rounding changed in it and
+        of the column itself."""
         kernels.round_int8(
             address(weight),
             self.num_columns,
             self.depth,
             address(rounded),
-            address(self._scales),
+            address(self.scales),
             address(self.errors),
             address(self.norms),
             num_threads(),
         )
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self._packed = torch.empty(padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
+        self.packed = torch.empty(padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
-            address(rounded), self.num_columns, self.depth, address(self._packed), num_threads()
+            address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
         )
 
     @property
@@ -172,8 +173,8 @@ class Int8Linear:
             rows.stride(0),
             rows.shape[0],
             self.depth,
-            self._packed.data_ptr(),
-            self._scales.data_ptr(),
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
             address(self._bias),
             self.num_columns,
             out.data_ptr(),
@@ -185,8 +186,8 @@ class Int8Linear:
     def arguments(self) -> LinearArguments:
         """For kernels that multiply on their way; the layer must outlive them."""
         return LinearArguments(
-            packed=address(self._packed),
-            column_scales=address(self._scales),
+            packed=address(self.packed),
+            column_scales=address(self.scales),
             bias=address(self._bias),
             num_columns=self.num_columns,
             depth=self.depth,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 from pathlib import Path
@@ -64,8 +63,7 @@ def calls() -> list[Call]:
         Call(1, "add_norm", 0.5, Work()),
         Call(1, "attention", 1.0, Work(flops=100, num_bytes=15)),
         Call(2, "linear", 3.0, Work(flops=10, num_bytes=20, num_columns=30)),
-        Call(2, "linear_int8", 1.0, Work(flops=200, num_bytes=5, is_int8=True, num_columns=VOCAB)),
-        Call(2, "keep_largest", 0.5, Work(flops=10, num_bytes=1, num_columns=VOCAB)),
+        Call(2, "largest_int8", 1.5, Work(flops=200, num_bytes=5, is_int8=True, num_columns=VOCAB)),
     ]
 
 
@@ -89,19 +87,19 @@ def test_the_phases_add_up() -> None:
     # Step 1 computes for 3 s and reads for 1; step 2 computes for 0.1 and reads for 2.
     assert found["linears, of the roofline"] == pytest.approx(5.0 / 7.0)
     assert found["attention, of the roofline"] == pytest.approx(1.5 / 1.0)
-    # 1 s by the 8-bit rate and 0.1 s; 0.6 s of reading.
-    assert found["head, of the roofline"] == pytest.approx(1.1 / 1.5)
+    # 1 s by the 8-bit rate; 0.5 s of reading.
+    assert found["head, of the roofline"] == pytest.approx(1.0 / 1.5)
 
 
 def test_the_roofline_takes_what_is_longer_in_each_step() -> None:
-    assert least_s(calls(), CEILINGS) == pytest.approx(4.0 + 2.6)
+    assert least_s(calls(), CEILINGS) == pytest.approx(4.0 + 2.5)
     assert least_s([], CEILINGS) == 0.0
     # The head reads four times as much, and its 8-bit bound is no shortcut.
     assert least_s(in_float32(calls()), CEILINGS) == pytest.approx(4.0 + 4.0)
-    measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.2, is_float32=True))
-    assert [entry.value for entry in measured] == pytest.approx([6.6, 0.5, 8.0, 8.0 / 13.2])
-    measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.2, is_float32=False))
-    assert [entry.value for entry in measured] == pytest.approx([6.6, 0.5])
+    measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.0, is_float32=True))
+    assert [entry.value for entry in measured] == pytest.approx([6.5, 0.5, 8.0, 8.0 / 13.0])
+    measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.0, is_float32=False))
+    assert [entry.value for entry in measured] == pytest.approx([6.5, 0.5])
 
 
 def counted_by_torch(query_len: int, seq_len: int, spec: LayerSpec) -> int:
@@ -143,7 +141,7 @@ class FakeKernels:
     variant, panel = "fake", 8
 
     def __init__(self) -> None:
-        self.linear = self.keep_largest = self.pack_linear = lambda *_: None
+        self.linear = self.largest_int8 = self.pack_linear = lambda *_: None
 
 
 def test_calls_are_noted_while_the_recorder_is_on() -> None:
@@ -151,17 +149,21 @@ def test_calls_are_noted_while_the_recorder_is_on() -> None:
     kernels = TimedKernels(FakeKernels(), recorder)
     linear = (0, 0, 3, 5, 0, 0, 7, 0, 0, 1)
     kernels.linear(*linear)
-    kept = (ctypes.c_int64 * 2)(4, 6)
     with recorder.recording() as noted:
         recorder.begin_step()
         kernels.linear(*linear)
         kernels.pack_linear()
         recorder.begin_step()
-        kernels.keep_largest(0, 0, 2, 5, 0, 0, 0, 0, 0, 9, 0, 0, ctypes.addressof(kept), 1)
+        kernels.largest_int8(0, 0, 2, 5, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 1)
     kernels.linear(*linear)
     assert noted == [
         Call(1, "linear", 1, Work(flops=2 * 3 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7)),
-        Call(2, "keep_largest", 1, Work(flops=2 * 5 * 10, num_bytes=4 * 5 * 6, num_columns=9)),
+        Call(
+            2,
+            "largest_int8",
+            1,
+            Work(flops=2 * 2 * 5 * 9, num_bytes=5 * 9, is_int8=True, num_columns=9),
+        ),
     ]
 
 
@@ -204,7 +206,8 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
                 nn.functional.linear(torch.empty(num_tokens, module.in_features), weight)
     linears = run.calls_of("linears")
     assert sum(call.work.flops for call in linears) == counter.get_total_flops()
-    head = [call for call in run.calls_of("head") if call.kernel == "linear_int8"]
+    head = run.calls_of("head")
+    assert {call.kernel for call in head} == {"largest_int8"}
     assert sum(call.work.flops for call in head) == 2 * num_answers * 32 * VOCAB_SIZE
     assert {call.work.num_bytes for call in head} == {32 * VOCAB_SIZE}
     assert max(call.step for call in run.calls) == plain.stats.num_steps

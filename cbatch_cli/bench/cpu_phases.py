@@ -57,8 +57,6 @@ def least_s(calls: Iterable[Call], ceilings: Ceilings) -> float:
 def in_float32(calls: Iterable[Call]) -> Iterator[Call]:
     """The same work with every logit computed in float32, as other engines do."""
     for call in calls:
-        if call.kernel == "keep_largest":
-            continue
         if call.work.is_int8:
             work = dataclasses.replace(call.work, is_int8=False, num_bytes=4 * call.work.num_bytes)
             call = dataclasses.replace(call, work=work)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from cbatch_kernels.cpu_head import LargestLogits
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,18 +34,14 @@ class Model(Protocol):
         """Where the model computes."""
         ...
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        sample_indices: Tensor,
-        *,
-        only_largest: bool = False,
-    ) -> Tensor:
-        """Logits float32 `[N, vocab]` at `sample_indices` `[N]` of the pack `[num_tokens]`.
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
+        """Logits float32 `[N, vocab]` at `sample_indices` `[N]` of the pack `[num_tokens]`."""
+        ...
 
-        With `only_largest` a logit that is not its row's largest may be -inf.
-        """
+    def forward_largest(
+        self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor
+    ) -> Tensor | LargestLogits:
+        """As `forward`, or each row's largest logit alone."""
         ...
 
 
@@ -86,11 +83,12 @@ class TorchModelRunner:
                 token_ids = packed_token_ids(step.scheduled, len(layout.positions))
                 slots, positions = layout.slots[layout.samples], layout.seq_lens[layout.samples]
             with stats.phase("forward"):
-                logits = self._model.forward(
+                takes_largest = self._sampler.takes_largest(slots, positions)
+                forward = self._model.forward_largest if takes_largest else self._model.forward
+                logits = forward(
                     self._to_device(token_ids),
                     self._to_device(layout.positions),
                     self._to_device(layout.sample_indices),
-                    only_largest=self._sampler.takes_largest(slots, positions),
                 )
             with stats.phase("sample"):
                 if not len(slots):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cbatch_kernels.cpu_head import LargestLogits
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_sampling import RowMaxima, row_maxima
 from numpy.typing import NDArray
@@ -85,13 +86,20 @@ class Sampler:
 
     @torch.inference_mode()  # as the model's logits are, which could not be written to otherwise
     def sample(
-        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        logits: Tensor | LargestLogits,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> SampledTokens:
         """Choose one id a row.
 
-        `logits` is float32 `[N, vocab]` and is overwritten; `slots` and `positions` are `[N]`, a
-        position being the place that the sampled token takes in its sequence.
+        `logits` is float32 `[N, vocab]` and is overwritten, or if `takes_largest` the largest of
+        each row; `slots` and `positions` are `[N]`, a position being the place that the sampled
+        token takes in its sequence.
         """
+        if isinstance(logits, LargestLogits):
+            is_broken = ~torch.isfinite(logits.values).numpy()
+            return SampledTokens(token_ids=logits.token_ids.numpy(), is_broken=is_broken)
         for index in np.flatnonzero(positions < self._min_length[slots]):
             logits[index, self._stop_ids[slots[index]]] = -math.inf
         maxima = self._maxima(logits)

@@ -10,52 +10,51 @@ from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import LinearMode, choose_linear
 from torch import Tensor, nn
 
-from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, relative_error
+from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, Probe, relative_error
 from cbatch_cli.models.hf_model import HFModel
 
 
 @torch.inference_mode()
-def fuse_head(
-    model: HFModel,
-    *,
-    mode: LinearMode,
-    kernels: CPUKernels,
-    largest_logits: Callable[[], tuple[Tensor, Tensor]],
-) -> str | None:
+def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKernels) -> str | None:
     """Replace the output head of `model` in place; returns the kind that replaces it, or None.
 
-    `largest_logits` gives logits of some tokens as they were before, and of the same tokens from
-    a forward pass that is asked for the largest ones alone.
+    `probe` has the logits of `model` as it was.
     """
     head = model.module.get_output_embeddings()
     if type(head) is not nn.Linear:
         return None
-    weight = head.weight.detach()
-    if mode != "w8a16" and head.bias is None:
-        vocabulary = VocabularyHead(weight, mode=mode, kernels=kernels)
+    weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
+    own_forward = head.forward
+    is_rounded = mode == "w8a16"
+    if is_rounded or bias is None:
+        vocabulary = VocabularyHead(weight, bias, mode=mode, kernels=kernels)
+        if is_rounded and not _is_close(vocabulary.all_logits, head, rows, ROUNDED_TOLERANCE):
+            return None
 
         def product(rows: Tensor) -> Tensor:
-            if model.only_largest:
-                return vocabulary.largest_logits(rows)
-            return vocabulary.all_logits(rows)
+            largest = vocabulary.largest_logits(rows) if model.wants_largest else None
+            if largest is not None:
+                model.largest_ids = largest.token_ids
+            logits: Tensor = (
+                vocabulary.all_logits(rows) if largest is None else largest.values[:, None]
+            )
+            return logits
 
-        own_forward = head.forward
         _replace_product(head, product)
+        kind: str = vocabulary.kind
         # What follows the product, a cap or a scale, could put another logit first.
-        if _have_same_largest(*largest_logits()):
-            return "two_stage"
-        head.forward = own_forward
-    linear = choose_linear(
-        weight, None if head.bias is None else head.bias.detach(), mode=mode, kernels=kernels
-    )
-    rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
-    tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else TOLERANCE
-    if not relative_error(linear(rows), head(rows)) <= tolerance:
+        if _has_same_largest(probe, is_rounded=is_rounded):
+            return kind
+        if is_rounded:
+            _replace_product(head, vocabulary.all_logits)
+            return kind
+        head.forward = own_forward  # type: ignore[method-assign]
+    linear = choose_linear(weight, bias, mode=mode, kernels=kernels)
+    if not _is_close(linear, head, rows, TOLERANCE):
         return None
-
     _replace_product(head, linear)
-    kind: str = linear.kind
-    return kind
+    return str(linear.kind)
 
 
 def _replace_product(head: nn.Linear, product: Callable[[Tensor], Tensor]) -> None:
@@ -63,16 +62,30 @@ def _replace_product(head: nn.Linear, product: Callable[[Tensor], Tensor]) -> No
 
     def forward(hidden_states: Tensor) -> Tensor:
         logits = product(hidden_states.flatten(0, -2))
-        return logits.view(*hidden_states.shape[:-1], head.out_features)
+        return logits.view(*hidden_states.shape[:-1], logits.shape[-1])
 
     head.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _have_same_largest(expected: Tensor, actual: Tensor) -> bool:
-    ids = actual.argmax(dim=-1, keepdim=True)
-    best = expected.max(dim=-1, keepdim=True).values
-    spread = expected.std(dim=-1, keepdim=True)
+def _is_close(
+    product: Callable[[Tensor], Tensor], head: nn.Linear, rows: Tensor, tolerance: float
+) -> bool:
+    # Not a number is no small difference.
+    return relative_error(product(rows), head(rows)) <= tolerance
+
+
+def _has_same_largest(probe: Probe, *, is_rounded: bool) -> bool:
+    try:
+        expected = probe.logits_now() if is_rounded else probe.logits
+        largest = probe.largest_logits_now()
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    if isinstance(largest, Tensor):
+        return False
+    best = expected.max(dim=-1).values
+    spread = expected.std(dim=-1)
     # A tie within rounding is no other choice. Not a number is no small difference.
-    is_close = (expected.gather(-1, ids) - best).abs() <= TOLERANCE * spread
-    is_same = (actual.gather(-1, ids) - best).abs() <= 10 * TOLERANCE * spread
+    chosen = expected.gather(-1, largest.token_ids[:, None])[:, 0]
+    is_close = (chosen - best).abs() <= TOLERANCE * spread
+    is_same = (largest.values - best).abs() <= 10 * TOLERANCE * spread
     return bool((is_close & is_same).all())

@@ -123,7 +123,7 @@ def fuse_layers(
         kinds.update(linear.kind for linear in part_fuser.products)
         fuser.release(part_fuser.replaced_linears)
     if kernels is not None and operations.name == "compiled":
-        head = fuse_head(model, mode=mode, kernels=kernels, largest_logits=probe.largest_logits)
+        head = fuse_head(model, probe, mode=mode, kernels=kernels)
         if head is not None:
             kinds[head] += 1
     model.unbind()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cbatch_kernels.cpu_head import LargestLogits
 from torch import Tensor, nn
 
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
@@ -64,22 +65,27 @@ class Probe:
             for module in model.module.modules()
         ]
         try:
-            self._logits = self._forward(only_largest=False)
+            self.logits = self.logits_now()
+            """float32 `[N, vocab]` of the model as it was."""
         finally:
             for handle in handles:
                 handle.remove()
 
-    def largest_logits(self) -> tuple[Tensor, Tensor]:
-        """Logits `[N, vocab]` of the model as it was, and as it is if asked for the largest."""
-        return self._logits, self._forward(only_largest=True)
+    def logits_now(self) -> Tensor:
+        """Logits `[N, vocab]` of the same tokens by the model as it is."""
+        return self._model.forward(*self._inputs())
+
+    def largest_logits_now(self) -> Tensor | LargestLogits:
+        """The same if it is asked for the largest alone."""
+        return self._model.forward_largest(*self._inputs())
 
     def check_logits(self) -> None:
         """Raise `NotFusable` if the model as it is fails, or gives other logits than it did."""
         try:
-            logits = self._forward(only_largest=False)
+            logits = self.logits_now()
         except (RuntimeError, ValueError) as error:
             raise NotFusable(f"the model's code fails: {str(error).splitlines()[0]}") from None
-        errors = (logits - self._logits).square().mean(dim=-1).sqrt() / self._logits.std(dim=-1)
+        errors = (logits - self.logits).square().mean(dim=-1).sqrt() / self.logits.std(dim=-1)
         is_half = self._model.dtype in HALF_DTYPES
         # In half precision, rounding sends some token of a mixture of experts to other experts.
         difference, allowed = (errors.median(), 0.1) if is_half else (errors.max(), 1e-4)
@@ -107,17 +113,17 @@ class Probe:
             raise NotFusable(f"its fused form fails: {str(error).splitlines()[0]}") from None
         check_equal(actual, self.runs[module].output, what)
 
-    def _forward(self, *, only_largest: bool) -> Tensor:
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, positions, and the tokens whose logits are looked at."""
         num_tokens, device = sum(_LENGTHS), self._model.device
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(self._model.vocab_size, (num_tokens,), generator=generator)
         early, late = (torch.arange(length, device=device) * _POSITION_STEP for length in _LENGTHS)
         positions = torch.cat([_FIRST_POSITION + early, -1 - late.flip(0)])
-        return self._model.forward(
+        return (
             token_ids.to(device),
             positions % self._model.max_model_len,
             torch.arange(num_tokens - _LENGTHS[-1], num_tokens, device=device),
-            only_largest=only_largest,
         )
 
     def _note(

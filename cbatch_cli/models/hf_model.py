@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cbatch_kernels.cpu_head import LargestLogits
 from torch import Tensor, nn
 
 from cbatch_cli.attention.backend import AttentionBackend, AttentionBackendName
@@ -46,8 +47,10 @@ class HFModel:
         """The backend that was found to give the model's own logits."""
         self.kv_scales: Mapping[int, KVScales] = {}
         """Scales of a KV cache of eight bits that the checkpoint holds, by the layer's index."""
-        self.only_largest = False
+        self.wants_largest = False
         """Whether the forward pass that runs is asked for nothing but each row's largest logit."""
+        self.largest_ids: Tensor | None = None
+        """int64 `[N]`, set by a head that found them: its output `[N, 1]` is then their logits."""
         self.num_parameter_bytes = sum(
             parameter.numel() * parameter.element_size() for parameter in model.parameters()
         )
@@ -94,29 +97,30 @@ class HFModel:
         self._recording.unbind()
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        sample_indices: Tensor,
-        *,
-        only_largest: bool = False,
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
         """Logits float32 `[N, vocab]` after the tokens at `sample_indices` `[N]` of the pack.
 
         `token_ids` and `position_ids` are int64 `[T]`: the packed tokens of one step, whose layout
-        the bound backend was given by `begin_step`. With `only_largest` a logit that is not its
-        row's largest may be -inf.
+        the bound backend was given by `begin_step`.
         """
-        self.only_largest = only_largest
+        return self._logits(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            logits_to_keep=sample_indices,
+        )
+
+    def forward_largest(
+        self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor
+    ) -> Tensor | LargestLogits:
+        """As `forward`, but the largest logits alone if the model's head can find them."""
+        self.wants_largest = True
         try:
-            return self._logits(
-                input_ids=token_ids.unsqueeze(0),
-                position_ids=position_ids.unsqueeze(0),
-                logits_to_keep=sample_indices,
-            )
+            logits = self.forward(token_ids, position_ids, sample_indices)
+            if self.largest_ids is None:
+                return logits
+            return LargestLogits(values=logits[:, 0], token_ids=self.largest_ids)
         finally:
-            self.only_largest = False
+            self.wants_largest, self.largest_ids = False, None
 
     @torch.inference_mode()
     def eager_logits(self, token_ids: Tensor, sample_indices: Tensor) -> Tensor:

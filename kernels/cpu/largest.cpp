@@ -1,165 +1,264 @@
-// Of a product with a vocabulary the columns that can be their row's largest, exactly.
+// The largest output of each row of a product with a vocabulary, without writing all of them.
 //
-// `logits` comes with approximations whose error has a proven bound. A column whose upper bound is
-// below another one's lower bound cannot be the largest and becomes -inf; every other one is
-// computed again as the float32 product computes it (see gemm.cpp), to the same bits.
+// Every output of the 8-bit product is bounded where it is computed, and of a panel of columns only
+// the largest upper bound is kept. A panel whose bound is below another one's lower bound cannot
+// hold the largest output; the others are computed again, in float32 where weights for it are given
+// (as gemm.cpp computes them, to the same bits).
 
 #include <limits>
 
-#include "gemm.h"
+#include "int8_product.h"
 #include "scratch.h"
 
 namespace {
 
-constexpr int64_t kBlock = 64;           // columns that share one upper bound
-constexpr int64_t kBlocksPerItem = 64;   // blocks that one thread takes at a time
-constexpr int kChains = 8;               // columns computed at once, to hide the latency of sums
+constexpr int64_t kPanelsPerItem = 64;  // that one thread searches at a time
+constexpr int kChains = 8;              // columns computed at once, to hide the latency of sums
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-struct Weights {
-    const float* values;  // [num_columns, depth]
-    int64_t depth;
-};
-
+// How far outputs may lie from their exact values. Columns' factors are padded to whole panels.
 struct Bounds {
-    const float* errors;  // of the column's approximation, per unit of the row's norm
+    const float* errors;  // of the column's output, per unit of the row's norm; null: outputs count
     const float* norms;
-    float row_norm, row_error;
+    const float* row_norms;
+    const float* row_errors;
 
-    // How far the approximation of a column may lie from its exact value.
-    CBATCH_INLINE Vec distance(int64_t column) const {
-        return load(errors + column) * row_norm + load(norms + column) * row_error;
-    }
-    CBATCH_INLINE float distance_of(int64_t column) const {
-        return multiply_add(norms[column], row_error, errors[column] * row_norm);
+    CBATCH_INLINE Vec distance(int64_t column, int64_t row) const {
+        return load(errors + column) * row_norms[row] + load(norms + column) * row_errors[row];
     }
 };
 
-struct Range {
-    float lowest;   // the largest lower bound
-    float highest;  // the largest upper bound; +inf if some bound is not a number
+// Keeps the largest upper bound of each row of a tile and, by lanes, its largest lower bound.
+template <bool IS_EXACT>
+struct KeepBounds {
+    const Int8Product& product;
+    const Bounds& bounds;
+    int64_t first_row, panel;
+    float* upper;   // of the panel, by rows
+    float* lowest;  // [row, kWidth]
+
+    template <int ROWS, int VECTORS>
+    CBATCH_INLINE void operator()(const IntVec (&sums)[ROWS][VECTORS]) const {
+        const int64_t column = panel * kPanel;
+        CBATCH_UNROLL
+        for (int index = 0; index < ROWS; ++index) {
+            const int64_t row = first_row + index;
+            Vec high = splat(-kInfinity), low = load(lowest + row * kWidth);
+            IntVec is_nan = {};
+            CBATCH_UNROLL
+            for (int v = 0; v < VECTORS; ++v) {
+                const int64_t at = column + v * kWidth;
+                const Vec value = scaled(sums[index][v], load(product.column_scales + at),
+                                         product.row_scales[row], load(product.bias + at));
+                Vec highest = value;
+                if constexpr (IS_EXACT) {
+                    const Vec distance = bounds.distance(at, row);
+                    highest = value + distance;
+                    low = maximum(value - distance, low);
+                } else {
+                    low = maximum(value, low);
+                }
+                high = maximum(highest, high);
+                is_nan |= highest != highest;
+            }
+            store(lowest + row * kWidth, low);
+            // What is not a number is not below anything.
+            upper[row] = any_lane(is_nan) ? kInfinity : max_lanes(high);
+        }
+    }
 };
 
-Range bound_block(const float* logits, const Bounds& bounds, int64_t first, int64_t end) {
-    Vec lower = splat(-kInfinity), upper = splat(-kInfinity);
-    IntVec is_nan = {};
-    int64_t i = first;
-    for (; i + kWidth <= end; i += kWidth) {
-        const Vec value = load(logits + i), distance = bounds.distance(i);
-        lower = maximum(value - distance, lower);
-        upper = maximum(value + distance, upper);
-        is_nan |= (value + distance) != (value + distance);
-    }
-    Range range{max_lanes(lower), max_lanes(upper)};
-    bool any_nan = false;
-    for (int lane = 0; lane < kWidth; ++lane) any_nan |= is_nan[lane] != 0;
-    for (; i < end; ++i) {
-        const float distance = bounds.distance_of(i);
-        range.lowest = logits[i] - distance > range.lowest ? logits[i] - distance : range.lowest;
-        range.highest = logits[i] + distance > range.highest ? logits[i] + distance : range.highest;
-        any_nan |= logits[i] + distance != logits[i] + distance;
-    }
-    if (any_nan) range.highest = kInfinity;
-    return range;
-}
+// Writes the outputs of one row and one panel, with their upper bounds.
+struct KeepOutputs {
+    const Int8Product& product;
+    const Bounds& bounds;
+    int64_t row, panel;
+    float* values;
+    float* highest;
 
-void compute_exactly(const Weights& weights, const float* row, const int64_t* columns, int count,
-                     float* logits) {
+    template <int VECTORS>
+    CBATCH_INLINE void operator()(const IntVec (&sums)[1][VECTORS]) const {
+        for (int v = 0; v < VECTORS; ++v) {
+            const int64_t at = panel * kPanel + v * kWidth;
+            const Vec value = scaled(sums[0][v], load(product.column_scales + at),
+                                     product.row_scales[row], load(product.bias + at));
+            store(values + v * kWidth, value);
+            const bool is_exact = bounds.errors != nullptr;
+            store(highest + v * kWidth, is_exact ? value + bounds.distance(at, row) : value);
+        }
+    }
+};
+
+struct Best {
+    float value;
+    int64_t column;
+
+    // Of equal values the first column; what is not a number stays.
+    void take(float other, int64_t other_column) {
+        if (value != value) return;
+        if (other > value || (other == value && other_column < column) || other != other) {
+            value = other;
+            column = other != other ? 0 : other_column;
+        }
+    }
+};
+
+void compute_exactly(const float* weight, int64_t depth, const float* row, const int64_t* columns,
+                     int count, float* outputs) {
     const float* from[kChains];
-    for (int c = 0; c < kChains; ++c) {
-        from[c] = weights.values + columns[c < count ? c : 0] * weights.depth;
-    }
+    for (int c = 0; c < kChains; ++c) from[c] = weight + columns[c < count ? c : 0] * depth;
     float sums[kChains] = {};
-    for (int64_t k = 0; k < weights.depth; ++k) {
+    for (int64_t k = 0; k < depth; ++k) {
         CBATCH_UNROLL
         for (int c = 0; c < kChains; ++c) sums[c] = multiply_add(row[k], from[c][k], sums[c]);
     }
-    for (int c = 0; c < count; ++c) logits[columns[c]] = sums[c];
+    for (int c = 0; c < count; ++c) outputs[c] = sums[c];
 }
 
-// Returns how many columns of the block are computed.
-int64_t keep_in_block(const Weights& weights, const Bounds& bounds, const float* row, float lowest,
-                      int64_t first, int64_t end, float* logits) {
-    int64_t kept[kBlock];
-    int64_t count = 0;
-    for (int64_t i = first; i < end; ++i) {
-        // What is not a number is not below anything.
-        if (logits[i] + bounds.distance_of(i) < lowest) {
-            logits[i] = -kInfinity;
-        } else {
-            kept[count++] = i;
+struct Search {
+    const Int8Product& product;
+    const Bounds& bounds;
+    const float* input;
+    int64_t input_stride, depth;
+    const int16_t* rows;  // [row, depth / 2, 2]
+    const float* weight;  // [num_columns, depth], or null: the 8-bit product's outputs count
+
+    // Takes the outputs of a panel that can be the largest; returns how many were computed exactly.
+    int64_t take_panel(int64_t row, int64_t panel, float lowest, Best* best) const {
+        float values[kPanel], highest[kPanel];
+        multiply<1, 1>(product, rows + row * 2 * product.num_pairs, panel,
+                       NextWeights(nullptr, 0, 1, 0, 1),
+                       KeepOutputs{product, bounds, row, panel, values, highest});
+        const int64_t first = panel * kPanel, left = product.num_columns - first;
+        const int64_t size = left < kPanel ? left : kPanel;
+        if (weight == nullptr) {
+            for (int64_t i = 0; i < size; ++i) best->take(values[i], first + i);
+            return 0;
         }
+        int64_t kept[kPanel];
+        int64_t count = 0;
+        for (int64_t i = 0; i < size; ++i) {
+            if (!(highest[i] < lowest)) kept[count++] = first + i;
+        }
+        for (int64_t done = 0; done < count; done += kChains) {
+            const int64_t rest = count - done;
+            const int group = static_cast<int>(rest < kChains ? rest : kChains);
+            float outputs[kChains];
+            compute_exactly(weight, depth, input + row * input_stride, kept + done, group, outputs);
+            for (int c = 0; c < group; ++c) best->take(outputs[c], kept[done + c]);
+        }
+        return count;
     }
-    for (int64_t done = 0; done < count; done += kChains) {
-        const int64_t left = count - done;
-        compute_exactly(weights, row, kept + done,
-                        static_cast<int>(left < kChains ? left : kChains), logits);
-    }
-    return count;
-}
+};
 
 }  // namespace
 
-// `kept` gets the number of columns of each row that were computed; the others are -inf.
-CBATCH_EXPORT(keep_largest)(const float* input, int64_t input_stride, int64_t num_rows,
-                            int64_t depth, const float* weight, const float* column_errors,
-                            const float* column_norms, const float* row_norms,
-                            const float* row_errors, int64_t num_columns, float* logits,
-                            int64_t logits_stride, int64_t* kept, int64_t num_threads) {
-    const Weights weights{weight, depth};
-    const int64_t num_blocks = ceil_div(num_columns, kBlock);
-    const int64_t items_per_row = ceil_div(num_blocks, kBlocksPerItem);
-    const int64_t num_items = num_rows * items_per_row;
-    const Scratch upper_memory(static_cast<size_t>(num_rows * num_blocks) * sizeof(float));
-    const Scratch lower_memory(static_cast<size_t>(num_items) * sizeof(float));
-    const Scratch count_memory(static_cast<size_t>(num_items) * sizeof(int64_t));
+// `best` and `best_columns` are [num_rows]; of equal outputs the first is best, and a row with one
+// that is not a number has such a best. What belongs to columns is padded to whole panels, with a
+// bias of -inf. With `weight` [num_columns, depth] outputs are the float32 product's, and
+// `num_exact` gets how many of each row were computed.
+CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t num_rows,
+                            int64_t depth, const int8_t* packed, const float* column_scales,
+                            const float* bias, int64_t num_columns, const float* weight,
+                            const float* column_errors, const float* column_norms,
+                            const float* row_norms, const float* row_errors, float* best,
+                            int64_t* best_columns, int64_t* num_exact, int64_t num_threads) {
+    const int64_t num_pairs = ceil_div(depth, 2), num_panels = ceil_div(num_columns, kPanel);
+    const int64_t row_stride = ceil_div(num_rows, kWidth) * kWidth;
+    const size_t row_bytes = static_cast<size_t>(num_rows * num_pairs) * sizeof(int32_t);
+    const Scratch tile_memory(row_bytes), row_memory(row_bytes);
+    const Scratch scale_memory(static_cast<size_t>(num_rows) * sizeof(float));
+    const Scratch upper_memory(static_cast<size_t>(num_panels * row_stride) * sizeof(float));
+    const Scratch lowest_memory(static_cast<size_t>(row_stride) * sizeof(float));
+    int16_t* tile_rows = tile_memory.as<int16_t>();
+    int16_t* rows = row_memory.as<int16_t>();
+    float* row_scales = scale_memory.as<float>();
     float* upper = upper_memory.as<float>();
-    float* lower = lower_memory.as<float>();
-    int64_t* counts = count_memory.as<int64_t>();
-    const auto end_block = [&](int64_t item) {
-        const int64_t end = (item % items_per_row + 1) * kBlocksPerItem;
-        return end < num_blocks ? end : num_blocks;
-    };
-    const auto end_column = [&](int64_t block) {
-        return (block + 1) * kBlock < num_columns ? (block + 1) * kBlock : num_columns;
-    };
+    float* lowest = lowest_memory.as<float>();
+    const Int8Product product{packed, column_scales, bias, row_scales, num_pairs, num_columns};
+    const Bounds bounds{column_errors, column_norms, row_norms, row_errors};
+    const Search search{product, bounds, input, input_stride, depth, rows, weight};
+    const RowTiles tiles(num_rows);
+    for (int64_t row = 0; row < row_stride; ++row) lowest[row] = row < num_rows ? -kInfinity : kNaN;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        best[row] = -kInfinity;
+        best_columns[row] = num_exact[row] = 0;
+    }
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
+        const Scratch lane_memory(static_cast<size_t>(num_rows * kWidth) * sizeof(float));
+        const Scratch best_memory(static_cast<size_t>(num_rows) * sizeof(Best));
+        const Scratch count_memory(static_cast<size_t>(num_rows) * sizeof(int64_t));
+        float* lowest_lanes = lane_memory.as<float>();
+        Best* own_best = best_memory.as<Best>();
+        int64_t* own_count = count_memory.as<int64_t>();
+        for (int64_t i = 0; i < num_rows * kWidth; ++i) lowest_lanes[i] = -kInfinity;
+        for (int64_t row = 0; row < num_rows; ++row) {
+            own_best[row] = Best{-kInfinity, num_columns};
+            own_count[row] = 0;
+        }
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < num_items; ++item) {
-            const int64_t row = item / items_per_row;
-            const Bounds bounds{column_errors, column_norms, row_norms[row], row_errors[row]};
-            float lowest = -kInfinity;
-            for (int64_t b = item % items_per_row * kBlocksPerItem; b < end_block(item); ++b) {
-                const Range range = bound_block(logits + row * logits_stride, bounds, b * kBlock,
-                                                end_column(b));
-                lowest = range.lowest > lowest ? range.lowest : lowest;
-                upper[row * num_blocks + b] = range.highest;
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+            quantize_tile(input, input_stride, depth, tiles, tile, tile_rows, row_scales);
+            const int64_t end = tiles.start(tile) + tiles.size(tile);
+            for (int64_t row = tiles.start(tile); row < end; ++row) {
+                quantize_row(input + row * input_stride, depth, largest_activation(depth), 1,
+                             rows + row * 2 * num_pairs);
             }
-            lower[item] = lowest;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t item = 0; item < num_items; ++item) {
-            const int64_t row = item / items_per_row;
-            const Bounds bounds{column_errors, column_norms, row_norms[row], row_errors[row]};
-            float lowest = -kInfinity;
-            for (int64_t i = row * items_per_row; i < (row + 1) * items_per_row; ++i) {
-                lowest = lower[i] > lowest ? lower[i] : lowest;
-            }
-            float* row_logits = logits + row * logits_stride;
-            counts[item] = 0;
-            for (int64_t b = item % items_per_row * kBlocksPerItem; b < end_block(item); ++b) {
-                if (upper[row * num_blocks + b] < lowest) {
-                    for (int64_t i = b * kBlock; i < end_column(b); ++i) row_logits[i] = -kInfinity;
-                    continue;
-                }
-                counts[item] += keep_in_block(weights, bounds, input + row * input_stride, lowest,
-                                              b * kBlock, end_column(b), row_logits);
+        for (int64_t panel = 0; panel < num_panels; ++panel) {
+            float* to = upper + panel * row_stride;
+            const auto multiply_with = [&](const auto& finish_of) {
+                multiply_panel(product, tile_rows, tiles, 0, tiles.count, panel, num_threads,
+                               finish_of);
+            };
+            if (column_errors == nullptr) {
+                multiply_with([&](int64_t first) {
+                    return KeepBounds<false>{product, bounds, first, panel, to, lowest_lanes};
+                });
+            } else {
+                multiply_with([&](int64_t first) {
+                    return KeepBounds<true>{product, bounds, first, panel, to, lowest_lanes};
+                });
             }
         }
-    }
-    for (int64_t row = 0; row < num_rows; ++row) {
-        kept[row] = 0;
-        for (int64_t i = 0; i < items_per_row; ++i) kept[row] += counts[row * items_per_row + i];
+#pragma omp critical
+        for (int64_t row = 0; row < num_rows; ++row) {
+            const float own = max_lanes(load(lowest_lanes + row * kWidth));
+            lowest[row] = own > lowest[row] ? own : lowest[row];
+        }
+#pragma omp barrier
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < ceil_div(num_panels, kPanelsPerItem); ++item) {
+            const int64_t wanted = (item + 1) * kPanelsPerItem;
+            const int64_t end = wanted < num_panels ? wanted : num_panels;
+            for (int64_t panel = item * kPanelsPerItem; panel < end; ++panel) {
+                const float* of_panel = upper + panel * row_stride;
+                for (int64_t first = 0; first < num_rows; first += kWidth) {
+                    if (!any_lane(load(of_panel + first) >= load(lowest + first))) continue;
+                    const int64_t last = first + kWidth < num_rows ? first + kWidth : num_rows;
+                    for (int64_t row = first; row < last; ++row) {
+                        // A row that is not finite has no largest output to look for.
+                        if (!(of_panel[row] >= lowest[row]) || row_scales[row] != row_scales[row]) {
+                            continue;
+                        }
+                        own_count[row] +=
+                            search.take_panel(row, panel, lowest[row], own_best + row);
+                    }
+                }
+            }
+        }
+#pragma omp critical
+        for (int64_t row = 0; row < num_rows; ++row) {
+            Best merged{best[row], best_columns[row]};
+            if (own_best[row].column < num_columns) {
+                merged.take(own_best[row].value, own_best[row].column);
+            }
+            best[row] = row_scales[row] != row_scales[row] ? kNaN : merged.value;
+            best_columns[row] = merged.column;
+            num_exact[row] += own_count[row];
+        }
     }
 }

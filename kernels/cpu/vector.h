@@ -146,6 +146,17 @@ CBATCH_INLINE float max_lanes(Vec value) {
 #endif
 }
 
+// Whether a comparison holds anywhere.
+CBATCH_INLINE bool any_lane(IntVec mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
 // e^x to about one unit in the last place; 0 below the smallest normal number, -inf included.
 CBATCH_INLINE Vec exponential(Vec x) {
     const float kLowest = -87.33654f, kHighest = 88.72283f;

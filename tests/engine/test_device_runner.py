@@ -215,14 +215,7 @@ class Treacherous:
         self.error_at: dict[int, Exception] = {}
         self.broken_at: dict[int, int] = {}
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        sample_indices: Tensor,
-        *,
-        only_largest: bool = False,
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
         assert int(token_ids.min()) >= 0 and int(token_ids.max()) < VOCAB_SIZE
         step, self.num_steps = self.num_steps, self.num_steps + 1
         logits = self._model.forward(token_ids, position_ids, sample_indices)

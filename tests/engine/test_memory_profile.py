@@ -27,14 +27,7 @@ class Watched:
         self.num_decodes: list[int] = []
         self.memory: float = 1e9
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        sample_indices: Tensor,
-        *,
-        only_largest: bool = False,
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
         assert int(position_ids.max()) < self.model.max_model_len
         if len(token_ids) > self.memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
