@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -61,6 +62,12 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.__name__.removesuffix("_kernel")
+
+    @property
+    def digest(self) -> str:
+        """Tells apart what is compiled: the code, the types and constants, the options."""
+        options = sorted(self.options.items())
+        return hashlib.sha256(f"{self.source().hash()} {options}".encode()).hexdigest()[:16]
 
     def source(self) -> ASTSource:
         """The kernel with its types, and with what is known of alignment."""
