@@ -13,7 +13,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ("attention", "elementwise", "gemm", "int8_gemm", "largest", "layer", "sampling")
+SOURCES = (
+    *("attention", "elementwise", "gemm", "int8_gemm", "int8_groups", "largest", "layer"),
+    "sampling",
+)
 # -ffp-contract: a multiplication and an addition become one instruction in every variant.
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast"]
 FLAGS += ["-fno-exceptions", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]

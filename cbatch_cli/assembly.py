@@ -231,8 +231,8 @@ def _fuse(
 
     mode: LinearMode = "fast" if config.deterministic is False else "deterministic"
     wanted = "--deterministic" if config.deterministic else None
-    if config.quantization == "w8a16":
-        mode, wanted = "w8a16", "--quantization w8a16"
+    if config.quantization != "none":
+        mode, wanted = config.quantization, f"--quantization {config.quantization}"
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
     if not is_float32_on_cpu and wanted is not None:
         also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"

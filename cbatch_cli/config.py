@@ -25,7 +25,7 @@ InputFormat = Literal["auto", "jsonl", "parquet", "csv", "openai"]
 SchedulerName = Literal["continuous", "static"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendChoice = Literal["auto", "triton", "cpu", "torch"]
-QuantizationName = Literal["none", "w8a16"]
+QuantizationName = Literal["none", "w8a16", "w8a8"]
 KVCacheDtypeName = Literal["auto", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"]
 ProgressName = Literal["auto", "plain", "json", "none"]
 OnError = Literal["record", "fail"]
@@ -76,7 +76,7 @@ class EngineConfig:
     device: str = "auto"
     attention_backend: AttentionBackendChoice = "auto"
     quantization: QuantizationName = "none"
-    """`w8a16`: weights of 8 bits on a CPU, activations of 16."""
+    """Weights of 8 bits on a CPU; `w8a16`: activations of 16, `w8a8`: of 8, in groups."""
     deterministic: bool | None = None
     """A row's logits have the same bits whatever runs beside it; None: where that costs nothing.
 

@@ -17,7 +17,7 @@ from cbatch_kernels.cpu_library import (
     NormArguments,
     address,
 )
-from cbatch_kernels.cpu_linear import Int8Linear, PackedLinear
+from cbatch_kernels.cpu_linear import OwnLinear
 from torch import Tensor
 
 Norm = tuple[Tensor, float]
@@ -47,10 +47,10 @@ class LayerWeights:
     post_attention_norm: Norm | None
     pre_mlp_norm: Norm
     post_mlp_norm: Norm | None
-    qkv: PackedLinear | Int8Linear
-    output: PackedLinear | Int8Linear
-    gate_up: PackedLinear | Int8Linear
-    down: PackedLinear | Int8Linear
+    qkv: OwnLinear
+    output: OwnLinear
+    gate_up: OwnLinear
+    down: OwnLinear
     activation: Activation
     rotates: bool
 
@@ -59,8 +59,9 @@ class DecoderLayer:
     """Packed tokens `[T, C]` through a whole layer, attention included."""
 
     def __init__(self, kernels: CPUKernels, weights: LayerWeights, workspace: Workspace) -> None:
-        self._kernels, self._weights, self._workspace = kernels, weights, workspace
-        self._arguments = LayerArguments(
+        self.kernels, self.workspace, self.rotates = kernels, workspace, weights.rotates
+        self._weights = weights
+        self.arguments = LayerArguments(
             dim=weights.output.num_columns,
             activation=ACTIVATIONS[weights.activation],
             input_norm=_norm(weights.input_norm),
@@ -91,30 +92,44 @@ class DecoderLayer:
         `cosines` and `sines` are `[T, R]`, and `attention` holds the step's layout and the cache.
         Raises `ValueError` for what is not contiguous float32.
         """
-        for tensor in (hidden_states, cosines, sines):
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is not contiguous float32")
-        num_tokens, dim = hidden_states.shape
+        check_rows(hidden_states, cosines, sines)
+        num_tokens = len(hidden_states)
         output = torch.empty_like(hidden_states)
-        weights, arguments = self._weights, self._arguments
-        row_sizes = (
-            *(dim, dim, weights.qkv.num_columns, attention.num_heads * attention.value_head_dim),
-            *(weights.gate_up.num_columns, weights.down.depth),
-        )
-        # Every part starts on a cache line.
-        num_floats = sum(-(-num_tokens * size // 16) * 16 for size in row_sizes)
+        arguments = self.arguments
+        num_floats = num_workspace_floats(num_tokens, self.row_sizes(attention))
         arguments.hidden_states = hidden_states.data_ptr()
         arguments.residual = output.data_ptr()
-        arguments.workspace = self._workspace.address_of(num_floats)
+        arguments.workspace = self.workspace.address_of(num_floats)
         arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
-        arguments.rotary_dim = cosines.shape[1] if weights.rotates else 0
+        arguments.rotary_dim = cosines.shape[1] if self.rotates else 0
         arguments.attention = attention
         arguments.attention.scale = scale
         arguments.attention.softcap = softcap or 0.0
         arguments.attention.sinks = address(sinks)
         arguments.attention.num_tokens = num_tokens
-        self._kernels.decoder_layer(ctypes.addressof(arguments))
+        self.kernels.decoder_layer(ctypes.addressof(arguments))
         return output
+
+    def row_sizes(self, attention: AttentionArguments) -> tuple[int, ...]:
+        """Floats per token of each part of the workspace."""
+        weights = self._weights
+        dim = weights.output.num_columns
+        return (
+            *(dim, dim, weights.qkv.num_columns, attention.num_heads * attention.value_head_dim),
+            *(weights.gate_up.num_columns, weights.down.depth),
+        )
+
+
+def num_workspace_floats(num_tokens: int, row_sizes: tuple[int, ...]) -> int:
+    """Floats of a workspace whose parts, of so many floats a token, start on a cache line each."""
+    return sum(-(-num_tokens * size // 16) * 16 for size in row_sizes)
+
+
+def check_rows(*tensors: Tensor) -> None:
+    """Raise `ValueError` for what is not contiguous float32."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(f"{tensor.dtype} {list(tensor.shape)} is not contiguous float32")
 
 
 def _norm(norm: Norm | None) -> NormArguments:

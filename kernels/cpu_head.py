@@ -25,6 +25,8 @@ _FEW_ROUNDINGS = 64
 """More than the roundings of a logit beside those of its sum: scales, bounds, the norms' own."""
 _ROUNDING_OF_A_ROW = 0.51
 """How far an activation lies from its integer, the multiplication's own rounding included."""
+_LARGEST_ACTIVATION = 32767
+"""What the largest activation of a row becomes; kLargest of kernels/cpu/int8_product.h."""
 _LARGEST_SHARE = 0.05
 """Share of the columns computed twice above which the float32 product alone is faster."""
 _ROWS_TO_JUDGE = 64
@@ -101,7 +103,6 @@ class _BoundedProduct:
         self, rounded: Int8Linear, weight: Tensor | None, bias: Tensor | None, kernels: CPUKernels
     ) -> None:
         self._rounded, self._weight, self._kernels = rounded, weight, kernels
-        self._scales = self._padded(rounded.scales, 0.0)
         # Columns that only fill the last panel lose to all others.
         self._bias = self._padded(
             torch.zeros(rounded.num_columns) if bias is None else bias.float(), -math.inf
@@ -109,7 +110,8 @@ class _BoundedProduct:
         self._errors = self._norms = None
         if weight is not None:
             # Of a column, per unit of a row's norm: |w - q|, and the roundings of both products.
-            sums = (rounded.depth + _FEW_ROUNDINGS) * _UNIT_ROUNDOFF * 1.01
+            num_roundings = rounded.depth + 2 * rounded.num_groups + _FEW_ROUNDINGS
+            sums = num_roundings * _UNIT_ROUNDOFF * 1.01
             self._errors = self._padded(rounded.errors + sums * rounded.norms, 0.0)
             self._norms = self._padded((rounded.norms + rounded.errors) * 1.001, 0.0)
 
@@ -120,7 +122,7 @@ class _BoundedProduct:
         if self._weight is not None:
             norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
             errors = rows.abs().amax(dim=1).double() * (
-                _ROUNDING_OF_A_ROW * math.sqrt(depth) / self._rounded.largest_activation
+                _ROUNDING_OF_A_ROW * math.sqrt(depth) / _LARGEST_ACTIVATION
             )
             norms, errors = norms.float(), errors.float()
         largest = LargestLogits(
@@ -133,9 +135,10 @@ class _BoundedProduct:
             num_rows,
             depth,
             address(self._rounded.packed),
-            address(self._scales),
+            address(self._rounded.scales),
             address(self._bias),
             self._rounded.num_columns,
+            self._rounded.group,
             address(self._weight),
             address(self._errors),
             address(self._norms),

@@ -7,18 +7,22 @@ All arrays are passed as addresses, so callers must keep the tensors alive durin
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-# Imported first, since the library takes OpenMP from the runtime that torch loads.
+import numpy as np
+
+# Imported before the library, which takes OpenMP from the runtime that torch loads.
 import torch
+from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 4
+_INTERFACE_VERSION = 5
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -34,10 +38,12 @@ _SIGNATURES = {
     "activate_and_multiply": "ppiiii",
     "pack_linear": "piipi",
     "linear": "piiippipii",
-    "round_int8": "piippppi",
+    "round_int8": "piiippippi",
     "pack_int8": "piipi",
-    "linear_int8": "piiipppipii",
-    "largest_int8": "piiipppippppppppi",
+    "linear_int8": "piiipppiipii",
+    "largest_int8": "piiipppiippppppppi",
+    "pack_int8_groups": "piipi",
+    "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",
     "top_logits": "piiippippi",
@@ -92,15 +98,25 @@ class AttentionArguments(ctypes.Structure):
     ]
 
 
+class WeightFormat(enum.IntEnum):
+    """`CbatchWeightFormat` of kernels/cpu/layer.h."""
+
+    FLOAT32 = 0
+    INT8 = 1
+    INT8_GROUPS = 2
+
+
 class LinearArguments(ctypes.Structure):
     """`CbatchLinear` of kernels/cpu/layer.h."""
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
-        ("column_scales", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("format", ctypes.c_int64),
     ]
 
 
@@ -136,6 +152,20 @@ class LayerArguments(ctypes.Structure):
     ]
 
 
+def _columns(structure: type[ctypes.Structure]) -> dict[str, int]:
+    return {field[0]: getattr(structure, field[0]).offset // 8 for field in structure._fields_}
+
+
+ATTENTION_COLUMNS = _columns(AttentionArguments)
+LAYER_COLUMNS = _columns(LayerArguments)
+"""The word of 64 bits in which a field begins; fields of 32 bits lie two in a word."""
+
+
+def as_words(structures: Any) -> NDArray[np.int64]:
+    """A ctypes array of n structures as int64 `[n, words]` over the same memory."""
+    return np.frombuffer(structures, dtype=np.int64).reshape(len(structures), -1)
+
+
 class CPUKernels:
     """The functions of one variant, named as in kernels/cpu without their suffix."""
 
@@ -160,6 +190,8 @@ class CPUKernels:
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
     largest_int8: Callable[..., None]
+    pack_int8_groups: Callable[..., None]
+    linear_int8_groups: Callable[..., None]
     row_maxima: Callable[..., None]
     exponential_sums: Callable[..., None]
     top_logits: Callable[..., None]

@@ -162,7 +162,7 @@ class FakeRunner:
         if scheduled.joined is not None:
             self.tables[scheduled.slot] = [{} for _ in self.windows]
         tables = self.tables[scheduled.slot]
-        for table, new in zip(tables, scheduled.new_blocks, strict=True):
+        for table, new in zip(tables, scheduled.new_blocks, strict=bool(scheduled.new_blocks)):
             table.update(enumerate(new.block_ids, start=new.first))
         return tables
 

@@ -52,8 +52,10 @@ def test_without_compiled_kernels_only_what_needs_them_is_refused(
     assert fusion.operations == "torch" and fusion.num_fused == fusion.num_layers
     with pytest.raises(UsageError, match="^--deterministic needs the compiled CPU kernels: not"):
         load(llama, deterministic=True)
-    with pytest.raises(UsageError, match="^--quantization w8a16 needs the compiled CPU kernels"):
-        load(llama, quantization="w8a16")
+    for quantization in ("w8a16", "w8a8"):
+        message = f"^--quantization {quantization} needs the compiled CPU kernels"
+        with pytest.raises(UsageError, match=message):
+            load(llama, quantization=quantization)
 
 
 def test_it_is_said_that_memory_ends_answers_before_the_context_does(llama: Path) -> None:
@@ -82,7 +84,7 @@ def test_half_precision_is_fused_over_torch(llama: Path) -> None:
 def test_parts_do_not_make_a_model_deterministic(tmp_path: Path) -> None:
     folder = save_tiny_model("mixtral", tmp_path / "mixtral")
     assert load(folder).fusion.parts["projections"].num_fused == 3
-    for settings in ({"deterministic": True}, {"quantization": "w8a16"}):
+    for settings in ({"deterministic": True}, {"quantization": "w8a16"}, {"quantization": "w8a8"}):
         with pytest.raises(UsageError, match="needs every layer to be fused, which failed"):
             load(folder, **settings)
 

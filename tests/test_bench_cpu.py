@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from cbatch_cli.bench.suite import Log, SuiteSettings, run_suite, suite_table
 from cbatch_cli.bench.timed_kernels import (
     Call,
     CallRecorder,
+    Precision,
     TimedKernels,
     Work,
     attention_work,
@@ -45,7 +47,7 @@ from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_llama
 pytestmark = pytest.mark.skipif(not variants(), reason="the CPU kernels were not built")
 
 VOCAB = 100
-CEILINGS = Ceilings(read_bytes=10.0, float32_flops=100.0, int8_flops=200.0)
+CEILINGS = Ceilings(read_bytes=10.0, float32_flops=100.0, w8a16_flops=200.0, w8a8_flops=400.0)
 TINY = CPUSizes(
     ceilings=CeilingSizes(read_bytes=4096, rows=4, columns=32, depth=16, num_trials=2),
     sweep=SweepLimits(seconds=10.0, num_rounds=2),
@@ -63,7 +65,12 @@ def calls() -> list[Call]:
         Call(1, "add_norm", 0.5, Work()),
         Call(1, "attention", 1.0, Work(flops=100, num_bytes=15)),
         Call(2, "linear", 3.0, Work(flops=10, num_bytes=20, num_columns=30)),
-        Call(2, "largest_int8", 1.5, Work(flops=200, num_bytes=5, is_int8=True, num_columns=VOCAB)),
+        Call(
+            2,
+            "largest_int8",
+            1.5,
+            Work(flops=200, num_bytes=5, precision="w8a16", num_columns=VOCAB),
+        ),
     ]
 
 
@@ -94,6 +101,8 @@ def test_the_phases_add_up() -> None:
 def test_the_roofline_takes_what_is_longer_in_each_step() -> None:
     assert least_s(calls(), CEILINGS) == pytest.approx(4.0 + 2.5)
     assert least_s([], CEILINGS) == 0.0
+    in_w8a8 = Call(1, "linear_int8_groups", 1.0, Work(flops=1200, precision="w8a8"))
+    assert least_s([in_w8a8], CEILINGS) == pytest.approx(3.0)
     # The head reads four times as much, and its 8-bit bound is no shortcut.
     assert least_s(in_float32(calls()), CEILINGS) == pytest.approx(4.0 + 4.0)
     measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.0, is_float32=True))
@@ -162,7 +171,7 @@ def test_calls_are_noted_while_the_recorder_is_on() -> None:
             2,
             "largest_int8",
             1,
-            Work(flops=2 * 2 * 5 * 9, num_bytes=5 * 9, is_int8=True, num_columns=9),
+            Work(flops=2 * 2 * 5 * 9, num_bytes=5 * 9, precision="w8a16", num_columns=9),
         ),
     ]
 
@@ -177,7 +186,7 @@ def timed(folder: Path, config: EngineConfig, kernels: CPUKernels) -> TimedModel
     return load_timed(str(folder), rows, config, kernels, no_log)
 
 
-@pytest.mark.parametrize("quantization", ["none", "w8a16"])
+@pytest.mark.parametrize("quantization", ["none", "w8a16", "w8a8"])
 def test_the_calls_of_a_run_are_the_products_of_the_model(
     tmp_path: Path, kernels: CPUKernels, quantization: str
 ) -> None:
@@ -207,9 +216,14 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
     linears = run.calls_of("linears")
     assert sum(call.work.flops for call in linears) == counter.get_total_flops()
     head = run.calls_of("head")
-    assert {call.kernel for call in head} == {"largest_int8"}
+    kernel = "linear_int8_groups" if quantization == "w8a8" else "largest_int8"
+    assert {call.kernel for call in head} == {kernel}
     assert sum(call.work.flops for call in head) == 2 * num_answers * 32 * VOCAB_SIZE
-    assert {call.work.num_bytes for call in head} == {32 * VOCAB_SIZE}
+    # Two float32 for the one group that a column has.
+    bytes_per_column = 32 + 8 if quantization == "w8a8" else 32
+    assert {call.work.num_bytes for call in head} == {bytes_per_column * VOCAB_SIZE}
+    precisions = {call.work.precision for call in linears}
+    assert precisions == {"float32" if quantization == "none" else quantization}
     assert max(call.step for call in run.calls) == plain.stats.num_steps
     specs = model.loaded.model.layer_specs
     assert sum(call.work.flops for call in run.calls_of("attention")) == sum(
@@ -225,7 +239,8 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
 
 def test_ceilings_are_of_what_is_there(kernels: CPUKernels) -> None:
     ceilings = measure_ceilings(kernels, TINY.ceilings)
-    assert min(ceilings.read_bytes, ceilings.float32_flops, ceilings.int8_flops) > 0
+    rates = [ceilings.flops(precision) for precision in get_args(Precision)]
+    assert min(ceilings.read_bytes, *rates) > 0
     assert ceilings.float32_by in ("our packed product", "torch's product")
 
 
@@ -246,7 +261,7 @@ def test_the_whole_suite_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(json.dumps(result)) == result
     ceilings, plain, phases, roofline, swept = result["sections"]
     assert ceilings["title"].startswith("Ceilings of ")
-    assert [entry["unit"] for entry in ceilings["measurements"]] == ["GB/s", "GFLOP/s", "GFLOP/s"]
+    assert [entry["unit"] for entry in ceilings["measurements"]] == ["GB/s", *["GFLOP/s"] * 3]
     assert "4 rows, float32, keys and values in float32: 32 sequences, 256 tokens" in plain["title"]
     found = {entry["name"]: entry["value"] for entry in plain["measurements"]}
     assert found["step occupancy while rows wait"] is None

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from cbatch_kernels.cpu_library import (
+    ATTENTION_COLUMNS,
     AttentionArguments,
     CPUKernels,
     address,
+    as_words,
     load_kernels,
     num_threads,
 )
@@ -23,6 +26,16 @@ from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 """What keys and values may be kept in; scores and sums are float32 in any case."""
+
+
+_STEP_COLUMNS = [
+    ATTENTION_COLUMNS[name]
+    for name in (
+        *("block_tables", "block_table_stride", "query_start_loc", "seq_lens", "slot_mapping"),
+        *("num_seqs", "num_threads"),
+    )
+]
+"""What of a layer's arguments the layout of a step is."""
 
 
 class CPUAttentionBackend:
@@ -43,13 +56,17 @@ class CPUAttentionBackend:
         self._kernels = kernels or load_kernels()
         self._metadata: Sequence[AttentionMetadata] = ()
         self._caches = tuple(caches)
+        self._all_arguments = (AttentionArguments * len(layers))()
+        self.words = as_words(self._all_arguments)
+        """int64 `[num_layers, words]`: the step's layout and each layer's cache, as the layers
+        were given, for kernels that attend on their way."""
         self._arguments: dict[int, AttentionArguments] = {}
-        for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
+        for row, (layer, (k_cache, v_cache)) in enumerate(zip(layers, caches, strict=True)):
             if k_cache.dtype not in CACHE_DTYPES or v_cache.dtype != k_cache.dtype:
                 raise ValueError(f"k_cache.dtype is {k_cache.dtype}, not one of {CACHE_DTYPES}")
             if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
                 raise ValueError("the last dimension of a cache must be contiguous")
-            self._arguments[layer.index] = AttentionArguments(
+            self._all_arguments[row] = AttentionArguments(
                 k_cache=address(k_cache),
                 k_block_stride=k_cache.stride(0),
                 k_slot_stride=k_cache.stride(1),
@@ -66,21 +83,26 @@ class CPUAttentionBackend:
                 block_size=block_size,
                 cache_is_bfloat16=k_cache.dtype == torch.bfloat16,
             )
-        self._groups = {layer.index: layer.group for layer in layers}
+            self._arguments[layer.index] = self._all_arguments[row]
+        groups = np.array([layer.group for layer in layers])
+        self._places_of_groups = [
+            np.ix_(groups == group, _STEP_COLUMNS) for group in range(groups.max() + 1)
+        ]
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
         """Take the layout of the next forward pass, one entry per KV group."""
         self._metadata = metadata
-        threads = num_threads()
-        for index, arguments in self._arguments.items():
-            entry = metadata[self._groups[index]]
-            arguments.block_tables = entry.block_tables.data_ptr()
-            arguments.block_table_stride = entry.block_tables.stride(0)
-            arguments.query_start_loc = entry.query_start_loc.data_ptr()
-            arguments.seq_lens = entry.seq_lens.data_ptr()
-            arguments.slot_mapping = entry.slot_mapping.data_ptr()
-            arguments.num_seqs = len(entry.seq_lens_cpu)
-            arguments.num_threads = threads
+        for group, places in enumerate(self._places_of_groups):
+            entry = metadata[group]
+            self.words[places] = (
+                entry.block_tables.data_ptr(),
+                entry.block_tables.stride(0),
+                entry.query_start_loc.data_ptr(),
+                entry.seq_lens.data_ptr(),
+                entry.slot_mapping.data_ptr(),
+                len(entry.seq_lens_cpu),
+                num_threads(),
+            )
 
     def arguments(self, layer: LayerSpec) -> AttentionArguments:
         """The step's layout and the layer's cache, for kernels that attend on their way."""

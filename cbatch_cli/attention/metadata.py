@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,9 +65,7 @@ def metadata_of_groups(
 
     `shared` are the fields of `AttentionMetadata` that are the same for all groups.
     """
-    first = AttentionMetadata(block_tables=block_tables[0], slot_mapping=slot_mapping[0], **shared)
-    others = (
-        dataclasses.replace(first, block_tables=tables, slot_mapping=slots)
-        for tables, slots in zip(block_tables[1:], slot_mapping[1:], strict=True)
-    )
-    return [first, *others]
+    return [
+        AttentionMetadata(block_tables=tables, slot_mapping=slots, **shared)
+        for tables, slots in zip(block_tables.unbind(), slot_mapping.unbind(), strict=True)
+    ]

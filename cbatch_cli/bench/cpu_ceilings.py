@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Int8Linear, PackedLinear, seconds_per_call
+from cbatch_kernels.cpu_linear import (
+    GroupedInt8Linear,
+    Int8Linear,
+    PackedLinear,
+    seconds_per_call,
+)
+
+from cbatch_cli.bench.timed_kernels import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +37,21 @@ class Ceilings:
     read_bytes: float
     float32_flops: float
     """Multiplications and additions in float32."""
-    int8_flops: float
+    w8a16_flops: float
     """Those with weights of 8 bits and activations of 16."""
+    w8a8_flops: float
+    """Those with weights and activations of 8 bits."""
     float32_by: str = ""
     """Whose product was the fastest."""
+
+    def flops(self, precision: Precision) -> float:
+        """Of products of a precision."""
+        rates = {
+            "float32": self.float32_flops,
+            "w8a16": self.w8a16_flops,
+            "w8a8": self.w8a8_flops,
+        }
+        return rates[precision]
 
 
 def measure_ceilings(kernels: CPUKernels, sizes: CeilingSizes) -> Ceilings:
@@ -45,21 +63,24 @@ def measure_ceilings(kernels: CPUKernels, sizes: CeilingSizes) -> Ceilings:
     transposed = weight.t()
     packed = PackedLinear(weight, None, kernels)
     rounded = Int8Linear(weight, None, kernels)
-    best = dict.fromkeys(("read", "packed", "torch", "int8"), 0.0)
+    grouped = GroupedInt8Linear(weight, None, kernels)
+    best = dict.fromkeys(("read", "packed", "torch", "w8a16", "w8a8"), 0.0)
     flops = 2.0 * sizes.rows * sizes.columns * sizes.depth
     for _ in range(sizes.num_trials):
         rates = {
             "read": memory.nbytes / _seconds(memory.sum),
             "packed": flops / seconds_per_call(packed, rows),
             "torch": flops / _seconds(lambda: torch.mm(rows, transposed, out=out)),
-            "int8": flops / seconds_per_call(rounded, rows),
+            "w8a16": flops / seconds_per_call(rounded, rows),
+            "w8a8": flops / seconds_per_call(grouped, rows),
         }
         best = {name: max(best[name], rate) for name, rate in rates.items()}
     is_ours = best["packed"] >= best["torch"]
     return Ceilings(
         read_bytes=best["read"],
         float32_flops=max(best["packed"], best["torch"]),
-        int8_flops=best["int8"],
+        w8a16_flops=best["w8a16"],
+        w8a8_flops=best["w8a8"],
         float32_by="our packed product" if is_ours else "torch's product",
     )
 

@@ -48,8 +48,7 @@ def least_s(calls: Iterable[Call], ceilings: Ceilings) -> float:
     """The time of calls at the ceilings: in each step what takes longer, computing or reading."""
     computing, reading = defaultdict[int, float](float), defaultdict[int, float](float)
     for call in calls:
-        rate = ceilings.int8_flops if call.work.is_int8 else ceilings.float32_flops
-        computing[call.step] += call.work.flops / rate
+        computing[call.step] += call.work.flops / ceilings.flops(call.work.precision)
         reading[call.step] += call.work.num_bytes / ceilings.read_bytes
     return sum(max(seconds, reading[step]) for step, seconds in computing.items())
 
@@ -57,8 +56,9 @@ def least_s(calls: Iterable[Call], ceilings: Ceilings) -> float:
 def in_float32(calls: Iterable[Call]) -> Iterator[Call]:
     """The same work with every logit computed in float32, as other engines do."""
     for call in calls:
-        if call.work.is_int8:
-            work = dataclasses.replace(call.work, is_int8=False, num_bytes=4 * call.work.num_bytes)
+        if call.work.precision == "w8a16":
+            num_bytes = 4 * call.work.num_bytes
+            work = dataclasses.replace(call.work, precision="float32", num_bytes=num_bytes)
             call = dataclasses.replace(call, work=work)
         yield call
 
@@ -88,7 +88,7 @@ def roofline_measurements(
     least = least_s(calls, ceilings)
     yield Measurement(name="least time", value=least, unit="s")
     yield Measurement(name="share of the roofline", value=least / wall_s, unit="%")
-    if is_float32 and any(call.work.is_int8 for call in calls):
+    if is_float32 and any(call.work.precision != "float32" for call in calls):
         least = least_s(in_float32(calls), ceilings)
         note = "no 8-bit product bounds them first"
         yield Measurement(name="least time, all logits in float32", value=least, unit="s")

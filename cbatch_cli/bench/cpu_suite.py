@@ -109,9 +109,15 @@ def _ceilings(key: DefaultsKey, ceilings: Ceilings) -> Section:
             ),
             Measurement(
                 name="w8a16 product",
-                value=ceilings.int8_flops / 1e9,
+                value=ceilings.w8a16_flops / 1e9,
                 unit="GFLOP/s",
                 note="our product of 8-bit weights",
+            ),
+            Measurement(
+                name="w8a8 product",
+                value=ceilings.w8a8_flops / 1e9,
+                unit="GFLOP/s",
+                note="our product of 8-bit weights and activations",
             ),
         ],
     )

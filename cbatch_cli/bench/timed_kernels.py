@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cbatch_kernels.cpu_library import CPUKernels
+from cbatch_kernels.cpu_linear import GroupedInt8Linear
 from torch import Tensor
 
 from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 
-_SETUP = ("pack_linear", "round_int8", "pack_int8")
+_SETUP = ("pack_linear", "round_int8", "pack_int8", "pack_int8_groups")
 """These run once, when a model is loaded or a head is first asked for."""
 
 ATTENTION = "attention"
+
+Precision = Literal["float32", "w8a16", "w8a8"]
+"""What a product multiplies: float32, or weights of 8 bits by activations of 16 or of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class Work:
     flops: int = 0
     """Multiplications and additions, each counted."""
     num_bytes: int = 0
-    is_int8: bool = False
+    precision: Precision = "float32"
     num_columns: int = 0
     """Of a product: values in a row of its output."""
 
@@ -163,10 +168,22 @@ def _int8_work(args: tuple[Any, ...]) -> Work:
     return Work(
         flops=2 * rows * depth * columns,
         num_bytes=depth * columns,
-        is_int8=True,
+        precision="w8a16",
         num_columns=columns,
     )
 
 
+def _grouped_int8_work(args: tuple[Any, ...]) -> Work:
+    work = _linear_work(args)
+    groups = -(-args[3] // GroupedInt8Linear.group)
+    num_bytes = (args[3] + 8 * groups) * work.num_columns
+    return dataclasses.replace(work, precision="w8a8", num_bytes=num_bytes)
+
+
 # What the search for the largest logit computes in float32 beside its 8-bit product is little.
-_WORK = {"linear": _linear_work, "linear_int8": _int8_work, "largest_int8": _int8_work}
+_WORK = {
+    "linear": _linear_work,
+    "linear_int8": _int8_work,
+    "largest_int8": _int8_work,
+    "linear_int8_groups": _grouped_int8_work,
+}

@@ -48,7 +48,7 @@ class BlockTable:
 
     def take_unsent(self) -> NewBlocks:
         """The blocks added since the last call, each handed out here once."""
-        sent, end = self._num_sent, self.end
+        sent, end = self._num_sent, self.first + len(self.block_ids)
         if sent == end:
             return _NOTHING_NEW
         self._num_sent = end

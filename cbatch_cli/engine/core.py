@@ -166,6 +166,8 @@ class EngineCore:
             ended = self.scheduler.finish(key, keep_n, reason)
             if ended is not None:
                 yield self._hand_out(ended)
+        if requests or finish_calls:
+            self._inbox.made_room()  # without a step, if all were refused
 
     def _refusal(self, request: Request) -> RowError | None:
         num_prompt_tokens = len(request.prompt_token_ids)

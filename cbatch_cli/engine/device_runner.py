@@ -225,7 +225,7 @@ class DeviceModelRunner:
             plan = self._sampler.plan(slots, positions)
             extras |= plan.arrays
         inputs: dict[str, NDArray[Any]] = {
-            "token_ids": packed_token_ids(step.scheduled, len(layout.positions)),
+            "token_ids": packed_token_ids(step.scheduled),
             "positions": layout.positions,
             "slot_mapping": layout.slot_mapping,
             "slots": layout.slots,

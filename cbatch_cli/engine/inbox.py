@@ -82,9 +82,11 @@ class Inbox:
         return taken
 
     def made_room(self) -> None:
-        """Tell the feeder that the engine has admitted some."""
+        """Wake the feeder, after the engine has admitted or refused some, if it may pull again."""
         with self._changed:
-            self._changed.notify_all()
+            # Woken in vain, it would take the processor from a kernel at every step.
+            if self._has_room():
+                self._changed.notify_all()
 
     def wait(self) -> bool:
         """Sleep until something comes, or for a short while; False once nothing more can come."""
@@ -117,16 +119,15 @@ class Inbox:
                 self._feed_error = failure
                 self.close()
 
+    def _has_room(self) -> bool:
+        return len(self._requests) + self._num_waiting() < self._window
+
     def _is_fed_by(self, feed_id: int) -> bool:
         return self._is_open and self._feed_id == feed_id
 
     def _wait_for_room(self, feed_id: int) -> bool:
         """Block until another request may be pulled; False once the source is left."""
 
-        def has_room() -> bool:
-            is_room = len(self._requests) + self._num_waiting() < self._window
-            return is_room or not self._is_fed_by(feed_id)
-
         with self._changed:
-            self._changed.wait_for(has_room)
+            self._changed.wait_for(lambda: self._has_room() or not self._is_fed_by(feed_id))
             return self._is_fed_by(feed_id)

@@ -9,6 +9,7 @@ block ids are `kv_cache`'s.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from hashlib import blake2b
 
@@ -17,6 +18,7 @@ import numpy as np
 from cbatch_cli.engine.block_allocator import BlockAllocator
 from cbatch_cli.engine.kv_groups import capacity_tokens, window_blocks
 from cbatch_cli.engine.sequence import Sequence, SequenceStatus
+from cbatch_cli.engine.step import NewBlocks
 
 
 class KVBlocks:
@@ -81,6 +83,7 @@ class KVBlocks:
         for table, (first, block_ids) in zip(sequence.block_tables, hits, strict=True):
             allocator.share(block_ids)
             table.start(first, block_ids)
+        self._note_tables(sequence)
         sequence.num_computed_tokens = sequence.num_settled_tokens = num_cached_tokens
         sequence.num_registered_blocks = num_hit
         return self.grow(sequence)
@@ -96,6 +99,8 @@ class KVBlocks:
 
     def grow(self, sequence: Sequence) -> bool:
         """Add the blocks without which a sequence cannot compute one token, or change nothing."""
+        if sequence.num_tokens <= sequence.num_held_tokens:
+            return True  # as most do in most steps
         ends = self._needed_ends(sequence)
         num_missing = 0
         for end, table in zip(ends, sequence.block_tables, strict=True):
@@ -105,6 +110,7 @@ class KVBlocks:
         if num_missing:
             for end, table in zip(ends, sequence.block_tables, strict=True):
                 table.block_ids += self.allocator.allocate(max(0, end - table.end))
+            self._note_tables(sequence)
         return True
 
     def grow_windows(self, sequence: Sequence, num_tokens: int) -> None:
@@ -118,33 +124,43 @@ class KVBlocks:
         if num_new > 0:
             for group, _ in self._window_groups:
                 sequence.block_tables[group].block_ids += self.allocator.allocate(num_new)
+            self._note_tables(sequence)
 
     def num_computable_tokens(self, sequence: Sequence) -> int:
         """Tokens for which the sequence holds blocks and which are not computed yet."""
-        end = min(table.end for table in sequence.block_tables)
-        num_held = min(sequence.num_tokens, end * self.block_size)
-        return num_held - sequence.num_computed_tokens
+        return min(sequence.num_tokens, sequence.num_held_tokens) - sequence.num_computed_tokens
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the sequence holds the blocks that `grow` adds."""
-        return all(
+        return sequence.num_tokens <= sequence.num_held_tokens or all(
             end <= table.end
             for end, table in zip(self._needed_ends(sequence), sequence.block_tables, strict=True)
         )
+
+    def take_new_blocks(self, sequence: Sequence) -> tuple[NewBlocks, ...]:
+        """Per group the blocks added since the last call; nothing at all where none were."""
+        if not sequence.has_new_blocks:
+            return ()
+        sequence.has_new_blocks = False
+        return tuple(table.take_unsent() for table in sequence.block_tables)
 
     def release(self, sequence: Sequence) -> None:
         """Give up all blocks of a sequence."""
         for table in sequence.block_tables:
             self.allocator.free(table.clear())
         sequence.num_registered_blocks = 0
+        self._note_tables(sequence)
 
     def release_passed(self, sequence: Sequence) -> None:
         """Give up the blocks that neither a step in flight nor a later one can see."""
+        if sequence.num_settled_tokens < sequence.passes_block_at:
+            return
         for group, window in self._window_groups:
             table = sequence.block_tables[group]
             first = self._num_passed(window, sequence.num_settled_tokens)
             if first > table.first:
                 self.allocator.free(table.drop_before(first))
+        self._note_tables(sequence)
 
     def num_returning(self, sequence: Sequence) -> int:
         """Blocks that `release_passed` will give up once the steps in flight have ended."""
@@ -197,6 +213,21 @@ class KVBlocks:
                 first = self._num_passed(window, sequence.num_settled_tokens)
                 assert table.first == first, f"window {window}: {table.first} != {first}"
                 assert table.end >= self.num_blocks_for(sequence.num_computed_tokens)
+            held = min(table.end for table in sequence.block_tables) * self.block_size
+            assert sequence.num_held_tokens == held, f"{sequence.num_held_tokens} != {held}"
+
+    def _note_tables(self, sequence: Sequence) -> None:
+        """Keep what every step asks of the tables, which change in few of them."""
+        tables = sequence.block_tables
+        sequence.num_held_tokens = min(table.end for table in tables) * self.block_size
+        sequence.has_new_blocks = True
+        sequence.passes_block_at = min(
+            (
+                (tables[group].first + 1) * self.block_size + window - 1
+                for group, window in self._window_groups
+            ),
+            default=sys.maxsize,
+        )
 
     def _needed_ends(self, sequence: Sequence) -> list[int]:
         """Per group the index after the last block without which no token can be computed."""

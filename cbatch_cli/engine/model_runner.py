@@ -80,7 +80,7 @@ class TorchModelRunner:
                 self._join_and_extend(step)
                 layout = lay_out(step.scheduled, self._block_tables, self._block_size)
                 self._begin_step(layout)
-                token_ids = packed_token_ids(step.scheduled, len(layout.positions))
+                token_ids = packed_token_ids(step.scheduled)
                 slots, positions = layout.slots[layout.samples], layout.seq_lens[layout.samples]
             with stats.phase("forward"):
                 takes_largest = self._sampler.takes_largest(slots, positions)

@@ -211,6 +211,8 @@ class Scheduler:
         """Make room for the next token of everyone who runs; returns those preempted for it."""
         preempted: list[Sequence] = []
         for sequence in list(self.running):
+            if self.blocks.has_room(sequence):
+                continue
             while sequence.status is SequenceStatus.RUNNING and not self.blocks.grow(sequence):
                 if self._retiring or any(map(self.blocks.num_returning, self.running)):
                     # Blocks are on their way back: sit this step out, and let nobody younger
@@ -283,7 +285,7 @@ class Scheduler:
             start=start,
             num_tokens=num_tokens,
             token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-            new_blocks=tuple(table.take_unsent() for table in sequence.block_tables),
+            new_blocks=self.blocks.take_new_blocks(sequence),
             samples=samples,
             joined=JoinedSequence(
                 params=sequence.params, num_prompt_tokens=sequence.num_prompt_tokens
@@ -306,14 +308,14 @@ class Scheduler:
                 self._end(sequence, FinishReason.STOP)
             elif self._reached_length(sequence, len(sequence.token_ids)):
                 self._end(sequence, FinishReason.LENGTH)
-            if sequence.is_finished:
-                return True
+            else:
+                continue
+            return True
         return False
 
     def _reached_length(self, sequence: Sequence, num_tokens: int) -> bool:
-        num_output_tokens = num_tokens - sequence.num_prompt_tokens
         return (
-            num_output_tokens >= sequence.params.max_tokens
+            num_tokens - sequence.num_prompt_tokens >= sequence.params.max_tokens
             or num_tokens >= self.max_sequence_tokens
         )
 

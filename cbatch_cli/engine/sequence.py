@@ -39,15 +39,21 @@ class Sequence:
         "finished_at",
         "first_scheduled_at",
         "first_token_at",
+        "has_new_blocks",
         "inter_token_s",
+        "key",
         "last_token_at",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_held_tokens",
         "num_in_flight_steps",
         "num_pending_tokens",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_registered_blocks",
         "num_settled_tokens",
+        "params",
+        "passes_block_at",
         "request",
         "slot",
         "submitted_at",
@@ -56,6 +62,9 @@ class Sequence:
 
     def __init__(self, request: Request, *, num_kv_groups: int = 1) -> None:
         self.request = request
+        self.key: RequestKey = request.key
+        self.params: SamplingParams = request.params
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = [*request.prompt_token_ids, *request.resumed_token_ids]
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
@@ -63,6 +72,12 @@ class Sequence:
         self.num_settled_tokens = 0
         """Tokens computed in steps that have ended: no step in flight begins before these."""
         self.block_tables = [BlockTable() for _ in range(num_kv_groups)]
+        self.num_held_tokens = 0
+        """Positions from the first on for which every group has, or had, a block."""
+        self.has_new_blocks = False
+        """Whether the runner has not been told of all of them."""
+        self.passes_block_at = 0
+        """Settled tokens from which on some window has passed the first block of its group."""
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
         self.slot: int | None = None
@@ -78,21 +93,6 @@ class Sequence:
         self.finished_at: float | None = None
         self.inter_token_s = array("f")
         self._status = SequenceStatus.WAITING
-
-    @property
-    def key(self) -> RequestKey:
-        """Identity of the generation."""
-        return self.request.key
-
-    @property
-    def params(self) -> SamplingParams:
-        """How the sequence is decoded."""
-        return self.request.params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens that were asked with."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:

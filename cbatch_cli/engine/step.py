@@ -38,7 +38,8 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     """Ids from `start` on; one short where the last is still being sampled by a step in flight."""
     new_blocks: tuple[NewBlocks, ...]
-    """Per KV group those added since the last step; all that it holds when the sequence joins."""
+    """Per KV group those added since the last step, or nothing where there are none; all that it
+    holds when the sequence joins."""
     samples: bool
     """Whether the tokens catch up, so that the next one is sampled."""
     joined: JoinedSequence | None = None

@@ -56,9 +56,9 @@ def lay_out(
 ) -> StepLayout:
     """The layout of a step over block tables `[G, num_slots, max_blocks]`."""
     num_seqs = len(scheduled)
-    slots = np.fromiter((s.slot for s in scheduled), np.int64, num_seqs)
-    starts = np.fromiter((s.start for s in scheduled), np.int64, num_seqs)
-    query_lens = np.fromiter((s.num_tokens for s in scheduled), np.int64, num_seqs)
+    slots = np.array([s.slot for s in scheduled], dtype=np.int64)
+    starts = np.array([s.start for s in scheduled], dtype=np.int64)
+    query_lens = np.array([s.num_tokens for s in scheduled], dtype=np.int64)
     query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
     np.cumsum(query_lens, out=query_start_loc[1:])
 
@@ -73,23 +73,21 @@ def lay_out(
         query_start_loc=query_start_loc,
         positions=positions,
         slot_mapping=slot_mapping * block_size + offset,
-        samples=np.fromiter((s.samples for s in scheduled), np.bool_, num_seqs),
+        samples=np.array([s.samples for s in scheduled], dtype=np.bool_),
     )
 
 
-def packed_token_ids(scheduled: Sequence[ScheduledSequence], num_tokens: int) -> NDArray[np.int64]:
+def packed_token_ids(scheduled: Sequence[ScheduledSequence]) -> NDArray[np.int64]:
     """Packed ids `[T]`.
 
     An id that a step in flight still samples is given as ~slot, which is below 0.
     """
-    token_ids = np.empty(num_tokens, dtype=np.int64)
-    end = 0
+    token_ids: list[int] = []
     for sequence in scheduled:
-        start, end = end, end + sequence.num_tokens
-        num_known = len(sequence.token_ids)
-        token_ids[start : start + num_known] = sequence.token_ids
-        token_ids[start + num_known : end] = ~sequence.slot
-    return token_ids
+        token_ids += sequence.token_ids
+        if len(sequence.token_ids) < sequence.num_tokens:
+            token_ids.append(~sequence.slot)
+    return np.array(token_ids, dtype=np.int64)
 
 
 def new_table_entries(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cbatch_kernels.cpu_decoder import LayerCall
 from cbatch_kernels.cpu_decoder_layer import DecoderLayer, LayerWeights, Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Int8Linear, Linear, PackedLinear
+from cbatch_kernels.cpu_linear import Linear, OwnLinear
 from torch import Tensor
 
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
@@ -24,6 +25,8 @@ class OneCallLayer:
         self._scale, self._softcap = parts.call.scale, parts.call.softcap
         sinks = parts.call.sinks
         self._sinks = None if sinks is None else sinks.float().contiguous()
+        self.layer_index = parts.spec.index
+        """Of the attention layer."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -54,6 +57,16 @@ class OneCallLayer:
         )
         return output.unsqueeze(0)
 
+    def in_decoder(self, *, tables: int) -> LayerCall:
+        """The layer among others, given the step's rotation tables of that number."""
+        return LayerCall(
+            layer=self._step,
+            scale=self._scale,
+            softcap=self._softcap,
+            sinks=self._sinks,
+            tables=tables,
+        )
+
 
 def as_one_call(
     fused: FusedLayer,
@@ -65,12 +78,11 @@ def as_one_call(
 ) -> OneCallLayer | None:
     """`fused` as one call; None where a product is not one of our own."""
     qkv, output, gate_up, down = fused.linears
-    own = (PackedLinear, Int8Linear)
     if not (
-        isinstance(qkv, own)
-        and isinstance(output, own)
-        and isinstance(gate_up, own)
-        and isinstance(down, own)
+        isinstance(qkv, OwnLinear)
+        and isinstance(output, OwnLinear)
+        and isinstance(gate_up, OwnLinear)
+        and isinstance(down, OwnLinear)
     ):
         return None
     query_norm, key_norm = parts.head_norms or (None, None)

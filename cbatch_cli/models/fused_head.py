@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from cbatch_kernels.cpu_head import VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import LinearMode, choose_linear
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear, rounds_weights
 from torch import Tensor, nn
 
 from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, Probe, relative_error
@@ -26,8 +26,8 @@ def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKer
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
     rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
     own_forward = head.forward
-    is_rounded = mode == "w8a16"
-    if is_rounded or bias is None:
+    is_rounded = rounds_weights(mode)
+    if mode == "w8a16" or (bias is None and not is_rounded):
         vocabulary = VocabularyHead(weight, bias, mode=mode, kernels=kernels)
         if is_rounded and not _is_close(vocabulary.all_logits, head, rows, ROUNDED_TOLERANCE):
             return None
@@ -51,7 +51,7 @@ def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKer
             return kind
         head.forward = own_forward  # type: ignore[method-assign]
     linear = choose_linear(weight, bias, mode=mode, kernels=kernels)
-    if not _is_close(linear, head, rows, TOLERANCE):
+    if not _is_close(linear, head, rows, ROUNDED_TOLERANCE if is_rounded else TOLERANCE):
         return None
     _replace_product(head, linear)
     return str(linear.kind)

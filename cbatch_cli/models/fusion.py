@@ -7,6 +7,7 @@ Of other layers the parts are fused that can be.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from cbatch_kernels.cpu_decoder_layer import Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear
+from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear, rounds_weights
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.models.fused_call import OneCallLayer, as_one_call
 from cbatch_cli.models.fused_compiled import CompiledOperations
+from cbatch_cli.models.fused_decoder import fuse_decoder
 from cbatch_cli.models.fused_head import fuse_head
 from cbatch_cli.models.fused_layer import FusedLayer, LayerParts, read_parts
 from cbatch_cli.models.fused_linear import WeightMerger, release_weights
@@ -43,6 +45,8 @@ from cbatch_cli.models.fusion_probe import (
 )
 from cbatch_cli.models.hf_model import HFModel
 
+LOGGER = logging.getLogger(__name__)
+
 _ROTATIONS: tuple[Rotation, ...] = ("halves", "pairs", "none")
 
 
@@ -56,6 +60,8 @@ class FusionReport:
     """Decoder layers of the model."""
     num_fused: int
     """Those that are one fused step."""
+    is_one_pass: bool
+    """Whether a step runs from the embedding to the head without transformers' forward pass."""
     reasons: Mapping[str, int]
     """Why layers were not fused as a whole, and how many for each reason."""
     parts: Mapping[PartKind, PartReport]
@@ -69,6 +75,7 @@ class FusionReport:
             "operations": self.operations,
             "num_layers": self.num_layers,
             "num_fused": self.num_fused,
+            "is_one_pass": self.is_one_pass,
             "reasons": dict(self.reasons),
             "parts": {kind: part.as_dict() for kind, part in self.parts.items()},
             "linear_kinds": dict(self.linear_kinds),
@@ -99,13 +106,15 @@ def fuse_layers(
             operations=operations.name,
             num_layers=len(layers),
             num_fused=0,
+            is_one_pass=False,
             reasons={reason: len(layers)},
             parts={},
             linear_kinds={},
         )
     probe = Probe(model)
     fuser = _LayerFuser(model, probe, operations, mode)
-    fused, reasons, kinds = list[nn.Module](), Counter[str](), Counter[str]()
+    fused, steps = list[nn.Module](), list[FusedLayer | OneCallLayer]()
+    reasons, kinds = Counter[str](), Counter[str]()
     for layer, attention, spec in layers:
         try:
             step = fuser.fuse(layer, attention, spec)
@@ -114,10 +123,11 @@ def fuse_layers(
             continue
         layer.forward = step
         fused.append(layer)
+        steps.append(step)
         kinds.update(linear.kind for linear in step.linears)
     parts: dict[PartKind, PartReport] = {}
     # Weights of 8 bits are for models that are fused as a whole.
-    if mode != "w8a16":
+    if not rounds_weights(mode):
         part_fuser = PartFuser(model.module, probe, operations, fuser.make_linear, fused)
         parts = part_fuser.fuse()
         kinds.update(linear.kind for linear in part_fuser.products)
@@ -126,11 +136,17 @@ def fuse_layers(
         head = fuse_head(model, probe, mode=mode, kernels=kernels)
         if head is not None:
             kinds[head] += 1
+    if kernels is not None and operations.name == "compiled":
+        try:
+            model.one_pass = fuse_decoder(model, steps, kernels)
+        except NotFusable as error:
+            LOGGER.info("the forward pass stays transformers' own: %s", error)
     model.unbind()
     return FusionReport(
         operations=operations.name,
         num_layers=len(layers),
         num_fused=len(fused),
+        is_one_pass=model.one_pass is not None,
         reasons=reasons,
         parts=parts,
         linear_kinds=kinds,
@@ -161,7 +177,7 @@ class _LayerFuser:
         self._operations = operations
         self._merger = WeightMerger(model.module)
         self._dtype = model.dtype
-        self._tolerance = ROUNDED_TOLERANCE if mode == "w8a16" else None
+        self._tolerance = ROUNDED_TOLERANCE if rounds_weights(mode) else None
         self._kernels = operations.kernels if isinstance(operations, CompiledOperations) else None
         self._workspace = Workspace()
 

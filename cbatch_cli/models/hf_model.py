@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from cbatch_kernels.cpu_head import LargestLogits
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NUM_RECORDED_TOKENS = 8
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Token ids, positions and indices to logits, as `HFModel.forward` without its option."""
+
+
+class OnePass(Protocol):
+    """A whole forward pass in place of transformers' own, as far as a backend allows it."""
+
+    def bound_to(self, backend: AttentionBackend, layers: Sequence[LayerSpec]) -> Forward | None:
+        """The pass over this backend; None where it has to be transformers' own."""
+        ...
 
 
 class HFModel:
@@ -49,6 +60,9 @@ class HFModel:
         """Scales of a KV cache of eight bits that the checkpoint holds, by the layer's index."""
         self.wants_largest = False
         """Whether the forward pass that runs is asked for nothing but each row's largest logit."""
+        self.one_pass: OnePass | None = None
+        """What takes the place of transformers' forward pass over the backends that it knows."""
+        self._bound_pass: Forward | None = None
         self.largest_ids: Tensor | None = None
         """int64 `[N]`, set by a head that found them: its output `[N, 1]` is then their logits."""
         self.num_parameter_bytes = sum(
@@ -72,6 +86,18 @@ class HFModel:
         return self._model
 
     @property
+    def embedding(self) -> nn.Module:
+        """What token ids are given to."""
+        embedding: nn.Module = self._model.get_input_embeddings()
+        return embedding
+
+    @property
+    def head(self) -> nn.Module | None:
+        """What gives the logits, where that is a module."""
+        head: nn.Module | None = self._model.get_output_embeddings()
+        return head
+
+    @property
     def attention_modules(self) -> tuple[nn.Module, ...]:
         """The modules of `layer_specs`."""
         return tuple(self._recording.modules)
@@ -90,11 +116,15 @@ class HFModel:
 
         `layers` are `layer_specs` with their KV groups; if not given, all are in one group.
         """
-        self._recording.bind(backend, self.layer_specs if layers is None else layers)
+        layers = self.layer_specs if layers is None else layers
+        self._recording.bind(backend, layers)
+        if self.one_pass is not None:
+            self._bound_pass = self.one_pass.bound_to(backend, layers)
 
     def unbind(self) -> None:
         """Let go of the backend, and so of its KV cache, if nobody else holds them."""
         self._recording.unbind()
+        self._bound_pass = None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
@@ -103,6 +133,8 @@ class HFModel:
         `token_ids` and `position_ids` are int64 `[T]`: the packed tokens of one step, whose layout
         the bound backend was given by `begin_step`.
         """
+        if self._bound_pass is not None:
+            return self._bound_pass(token_ids, position_ids, sample_indices)
         return self._logits(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

@@ -1,4 +1,4 @@
-// Panels of packed weights and tiles of rows: what the float and the int8 product share.
+// Panels of packed weights and tiles of rows: what all products share.
 #pragma once
 
 #include "vector.h"
@@ -12,13 +12,13 @@ constexpr int kMaxRows = kWidth == 16 ? 12 : (kWidth == 8 ? 6 : 4);
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Cuts rows into tiles of nearly equal size, none above kMaxRows: 13 rows are 7 and 6, since a
+// Cuts rows into tiles of nearly equal size, none above a maximum: 13 rows are 7 and 6, since a
 // tile of a single row would cost nearly as much as a full one.
 struct RowTiles {
     int64_t count, small_size, num_large;
 
-    explicit RowTiles(int64_t num_rows)
-        : count(ceil_div(num_rows, kMaxRows)),
+    explicit RowTiles(int64_t num_rows, int64_t max_rows = kMaxRows)
+        : count(ceil_div(num_rows, max_rows)),
           small_size(count > 0 ? num_rows / count : 0),
           num_large(count > 0 ? num_rows % count : 0) {}
     int64_t start(int64_t tile) const {
@@ -42,11 +42,13 @@ struct NextWeights {
                 bytes_per_step_of_panel * num_steps * tile / num_tiles),
           bytes_per_step(ceil_div(bytes_per_step_of_panel, num_tiles)) {}
 
-    template <int LINES>
+    // Into the nearest cache, or with LOCALITY 2 into the next one.
+    template <int LINES, int LOCALITY = 3>
     CBATCH_INLINE void fetch(int64_t step) const {
         CBATCH_UNROLL
         for (int line = 0; line < LINES; ++line) {
-            __builtin_prefetch(start + step * bytes_per_step + line * bytes_per_step / LINES);
+            const char* address = start + step * bytes_per_step + line * bytes_per_step / LINES;
+            __builtin_prefetch(address, 0, LOCALITY);
         }
     }
 };

@@ -12,35 +12,31 @@ struct Store {
     int64_t output_stride, first_row, first_panel;
 
     template <int ROWS, int VECTORS>
-    CBATCH_INLINE void operator()(const IntVec (&sums)[ROWS][VECTORS]) const {
+    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS]) const {
         constexpr int kColumns = VECTORS * kWidth;
         const int64_t column = first_panel * kPanel;
         const int64_t left = product.num_columns - column;
         const bool is_whole = left >= kColumns;
-        const float* scales = product.column_scales + column;
         const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
         float* to = output + first_row * output_stride + column;
         int64_t stride = output_stride;
         // The last columns are computed by the same code over padded copies: the same bits.
-        float padded_scales[kColumns], padded_bias[kColumns], tile[ROWS * kColumns];
+        float padded_bias[kColumns], tile[ROWS * kColumns];
         if (!is_whole) {
-            for (int64_t i = 0; i < kColumns; ++i) {
-                padded_scales[i] = i < left ? scales[i] : 0.0f;
-                padded_bias[i] = i < left && bias != nullptr ? bias[i] : 0.0f;
+            if (bias != nullptr) {
+                for (int64_t i = 0; i < kColumns; ++i) padded_bias[i] = i < left ? bias[i] : 0.0f;
+                bias = padded_bias;
             }
-            scales = padded_scales;
-            bias = bias == nullptr ? nullptr : padded_bias;
             to = tile;
             stride = kColumns;
         }
         CBATCH_UNROLL
         for (int v = 0; v < VECTORS; ++v) {
-            const Vec scale = load(scales + v * kWidth);
             const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
             CBATCH_UNROLL
             for (int row = 0; row < ROWS; ++row) {
                 store(to + row * stride + v * kWidth,
-                      scaled(sums[row][v], scale, product.row_scales[first_row + row], offset));
+                      output_of(totals[row][v], product.row_scales[first_row + row], offset));
             }
         }
         if (is_whole) return;
@@ -53,46 +49,49 @@ struct Store {
 
 constexpr int kPanelsAtOnce = 4;
 
-// What rounding did to a column of the weight.
+// What rounding did to a column of the weight: Euclidean norms.
 struct Rounded {
-    float scale, error, norm;  // the latter two are Euclidean norms
+    float error, norm;
 };
 
-Rounded round_column(const float* from, int64_t depth, int8_t* to) {
-    Vec highest_lanes = {};
-    float highest = 0.0f;
-    int64_t k = 0;
-    for (; k + kWidth <= depth; k += kWidth) {
-        const Vec value = load(from + k);
-        highest_lanes = maximum(maximum(value, -value), highest_lanes);
-    }
-    for (; k < depth; ++k) highest = std::fmax(highest, std::fabs(from[k]));
-    highest = std::fmax(highest, max_lanes(highest_lanes));
-    const float scale = highest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
+// One scale per group of depths, at `scale_stride`.
+Rounded round_column(const float* from, int64_t depth, int64_t group, int8_t* to, float* scales,
+                     int64_t scale_stride) {
     double errors = 0.0, squares = 0.0;
-    for (k = 0; k < depth; ++k) {
-        const float rounded = __builtin_nearbyintf(from[k] / divisor);
-        const double error = static_cast<double>(from[k]) - static_cast<double>(rounded) * scale;
-        to[k] = rounded == rounded ? static_cast<int8_t>(rounded) : int8_t{0};
-        errors += error * error;
-        squares += static_cast<double>(from[k]) * from[k];
+    for (int64_t first = 0; first < depth; first += group) {
+        const int64_t end = first + group < depth ? first + group : depth;
+        float highest = 0.0f, finite = 0.0f;
+        for (int64_t k = first; k < end; ++k) {
+            highest = std::fmax(highest, std::fabs(from[k]));
+            finite += from[k] * 0.0f;
+        }
+        const float scale = highest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
+        for (int64_t k = first; k < end; ++k) {
+            const float rounded = __builtin_nearbyintf(from[k] / divisor);
+            const double error = static_cast<double>(from[k]) - static_cast<double>(rounded) * scale;
+            to[k] = rounded == rounded ? static_cast<int8_t>(rounded) : int8_t{0};
+            errors += error * error;
+            squares += static_cast<double>(from[k]) * from[k];
+        }
+        // A column with weights that are not finite tells by its outputs.
+        *scales = finite == 0.0f ? scale : __builtin_nanf("");
+        scales += scale_stride;
     }
-    // A column with weights that are not finite tells by its outputs.
-    const float told = errors == errors ? scale : __builtin_nanf("");
-    return {told, static_cast<float>(std::sqrt(errors)), static_cast<float>(std::sqrt(squares))};
+    return {static_cast<float>(std::sqrt(errors)), static_cast<float>(std::sqrt(squares))};
 }
 
 }  // namespace
 
-// One scale per column; `errors` and `norms` are those of the columns' roundings.
-CBATCH_EXPORT(round_int8)(const float* weight, int64_t num_columns, int64_t depth,
-                          int8_t* rounded, float* scales, float* errors, float* norms,
-                          int64_t num_threads) {
+// One scale per column and group of depths, [group, column] at `scale_stride`; `errors` and `norms`
+// are those of the columns' roundings.
+CBATCH_EXPORT(round_int8)(const float* weight, int64_t num_columns, int64_t depth, int64_t group,
+                          int8_t* rounded, float* scales, int64_t scale_stride, float* errors,
+                          float* norms, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(num_threads))
     for (int64_t column = 0; column < num_columns; ++column) {
         const Rounded result =
-            round_column(weight + column * depth, depth, rounded + column * depth);
-        scales[column] = result.scale;
+            round_column(weight + column * depth, depth, group, rounded + column * depth,
+                         scales + column, scale_stride);
         errors[column] = result.error;
         norms[column] = result.norm;
     }
@@ -115,16 +114,19 @@ CBATCH_EXPORT(pack_int8)(const int8_t* weight, int64_t num_columns, int64_t dept
     }
 }
 
+// `scales` is [ceil(depth / group), columns padded to whole panels]; a group is even and at most
+// kMostDepthsPerGroup.
 CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num_rows,
-                           int64_t depth, const int8_t* packed, const float* column_scales,
-                           const float* bias, int64_t num_columns, float* output,
+                           int64_t depth, const int8_t* packed, const float* scales,
+                           const float* bias, int64_t num_columns, int64_t group, float* output,
                            int64_t output_stride, int64_t num_threads) {
     const int64_t num_pairs = ceil_div(depth, 2), num_panels = ceil_div(num_columns, kPanel);
     const Scratch row_memory(static_cast<size_t>(num_rows * num_pairs) * sizeof(int32_t));
     const Scratch scale_memory(static_cast<size_t>(num_rows) * sizeof(float));
     int16_t* rows = row_memory.as<int16_t>();
     float* row_scales = scale_memory.as<float>();
-    const Int8Product product{packed, column_scales, bias, row_scales, num_pairs, num_columns};
+    const Int8Product product{packed,    scales,      bias,     row_scales,
+                              num_pairs, num_columns, group / 2};
     const RowTiles tiles(num_rows);
     const bool one_row = num_rows == 1;
     const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);

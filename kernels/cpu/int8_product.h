@@ -1,8 +1,8 @@
 // int8 weights times int16 activations, summed exactly in int32: what every use of it shares.
 //
-// Weights have one scale per output column, activations one per row, chosen so small that no sum
-// can overflow: |sum| <= depth * 127 * largest. Sums of integers are exact, so a row's bits do not
-// depend on its neighbours.
+// Weights have one scale per output column and group of depths, activations one per row. The sums of
+// a group cannot overflow, |sum| <= kMostDepthsPerGroup * 127 * kLargest, and are exact; scaled, they
+// are added in float32 group by group, so a row's bits do not depend on its neighbours.
 #pragma once
 
 #include <cmath>
@@ -19,12 +19,18 @@ typedef int8_t UnalignedByteVec __attribute__((vector_size(2 * kWidth), aligned(
 // How far ahead weights are fetched that are read once, in pairs of depth.
 constexpr int kPrefetchSteps = 16;
 
+// What the largest activation of a row becomes.
+constexpr float kLargest = 32767.0f;
+constexpr int64_t kMostDepthsPerGroup = 512;
+
 struct Int8Product {
     const int8_t* panels;  // [panel, depth / 2, kPanel, 2]
-    const float* column_scales;
-    const float* bias;  // or null
+    const float* scales;   // [group, panel, kPanel]
+    const float* bias;     // or null
     const float* row_scales;
-    int64_t num_pairs, num_columns;
+    int64_t num_pairs, num_columns, pairs_per_group;
+
+    int64_t num_panels() const { return ceil_div(num_columns, kPanel); }
 };
 
 CBATCH_INLINE PairVec load_pairs(const int8_t* from) {
@@ -52,45 +58,67 @@ CBATCH_INLINE IntVec add_products(IntVec sums, PairVec weights, int32_t pair) {
 #endif
 }
 
-// Pair k of `input` holds ROWS pairs of int16. `finish` gets the sums, [ROWS][2 * PANELS] vectors.
+// Pair k of `input` holds ROWS pairs of int16. `finish` gets the outputs but for the rows' scales,
+// [ROWS][2 * PANELS] vectors.
 template <int ROWS, int PANELS, class Finish>
 CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, int64_t first_panel,
                             NextWeights next, const Finish& finish) {
     constexpr int kVectors = 2 * PANELS;
     const int64_t num_pairs = product.num_pairs;
     const int8_t* panels = product.panels + first_panel * num_pairs * 2 * kPanel;
-    IntVec sums[ROWS][kVectors];
+    const float* scales = product.scales + first_panel * kPanel;
+    const int64_t scale_stride = product.num_panels() * kPanel;
+    Vec totals[ROWS][kVectors];
     CBATCH_UNROLL
     for (int row = 0; row < ROWS; ++row) {
         CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) sums[row][v] = IntVec{};
+        for (int v = 0; v < kVectors; ++v) totals[row][v] = Vec{};
     }
-    for (int64_t k = 0; k < num_pairs; ++k) {
-        PairVec weight[kVectors];
-        CBATCH_UNROLL
-        for (int panel = 0; panel < PANELS; ++panel) {
-            const int8_t* step = panels + (panel * num_pairs + k) * 2 * kPanel;
-            weight[2 * panel] = load_pairs(step);
-            weight[2 * panel + 1] = load_pairs(step + kPanel);
-            if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * 2 * kPanel);
-        }
-        if constexpr (PANELS == 1) next.fetch<1>(k);
+    for (int64_t first = 0; first < num_pairs; first += product.pairs_per_group) {
+        const int64_t wanted = first + product.pairs_per_group;
+        const int64_t end = wanted < num_pairs ? wanted : num_pairs;
+        IntVec sums[ROWS][kVectors];
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
-            int32_t pair;
-            std::memcpy(&pair, input + 2 * (k * ROWS + row), sizeof(pair));
             CBATCH_UNROLL
-            for (int v = 0; v < kVectors; ++v) {
-                sums[row][v] = add_products(sums[row][v], weight[v], pair);
+            for (int v = 0; v < kVectors; ++v) sums[row][v] = IntVec{};
+        }
+        for (int64_t k = first; k < end; ++k) {
+            PairVec weight[kVectors];
+            CBATCH_UNROLL
+            for (int panel = 0; panel < PANELS; ++panel) {
+                const int8_t* step = panels + (panel * num_pairs + k) * 2 * kPanel;
+                weight[2 * panel] = load_pairs(step);
+                weight[2 * panel + 1] = load_pairs(step + kPanel);
+                if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * 2 * kPanel);
+            }
+            if constexpr (PANELS == 1) next.fetch<1>(k);
+            CBATCH_UNROLL
+            for (int row = 0; row < ROWS; ++row) {
+                int32_t pair;
+                std::memcpy(&pair, input + 2 * (k * ROWS + row), sizeof(pair));
+                CBATCH_UNROLL
+                for (int v = 0; v < kVectors; ++v) {
+                    sums[row][v] = add_products(sums[row][v], weight[v], pair);
+                }
             }
         }
+        CBATCH_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+            const Vec scale = load(scales + v * kWidth);
+            CBATCH_UNROLL
+            for (int row = 0; row < ROWS; ++row) {
+                totals[row][v] += __builtin_convertvector(sums[row][v], Vec) * scale;
+            }
+        }
+        scales += scale_stride;
     }
-    finish(sums);
+    finish(totals);
 }
 
 // A vector of outputs. Without a bias `offset` is zero.
-CBATCH_INLINE Vec scaled(IntVec sums, Vec column_scales, float row_scale, Vec offset) {
-    return __builtin_convertvector(sums, Vec) * (column_scales * row_scale) + offset;
+CBATCH_INLINE Vec output_of(Vec total, float row_scale, Vec offset) {
+    return total * row_scale + offset;
 }
 
 template <int ROWS = kMaxRows, class Finish>
@@ -129,7 +157,7 @@ CBATCH_INLINE IntVec nearest(Vec values) {
 
 // Writes one row as int16 at stride `num_rows` pairs; returns its scale. A row with values that
 // are not finite gets a scale that is not a number, so that its outputs tell.
-float quantize_row(const float* from, int64_t depth, float largest, int num_rows, int16_t* to) {
+float quantize_row(const float* from, int64_t depth, int num_rows, int16_t* to) {
     // The last values are handled by the same code over a padded copy.
     float rest[kWidth] = {};
     const int64_t whole = depth / kWidth * kWidth;
@@ -145,11 +173,11 @@ float quantize_row(const float* from, int64_t depth, float largest, int num_rows
     }
     const float highest = max_lanes(highest_lanes);
     const bool is_finite = sum_lanes(finite_lanes) == 0.0f;
-    const float inverse = is_finite && highest > 0.0f ? largest / highest : 0.0f;
+    const float inverse = is_finite && highest > 0.0f ? kLargest / highest : 0.0f;
     for (int64_t k = 0; k < depth; k += kWidth) {
         Vec scaled = is_finite ? values(k) * inverse : Vec{};
-        scaled = scaled > largest ? splat(largest) : scaled;
-        scaled = scaled < -largest ? splat(-largest) : scaled;
+        scaled = scaled > kLargest ? splat(kLargest) : scaled;
+        scaled = scaled < -kLargest ? splat(-kLargest) : scaled;
         const ShortVec rounded = __builtin_convertvector(nearest(scaled), ShortVec);
         const int64_t num_pairs = k < whole ? kWidth / 2 : (depth - whole + 1) / 2;
         for (int64_t pair = 0; pair < num_pairs; ++pair) {
@@ -158,13 +186,7 @@ float quantize_row(const float* from, int64_t depth, float largest, int num_rows
                         sizeof(int32_t));
         }
     }
-    return is_finite ? highest / largest : __builtin_nanf("");
-}
-
-// What an activation may become at most.
-inline float largest_activation(int64_t depth) {
-    const int64_t bound = INT32_MAX / (127 * depth);
-    return static_cast<float>(bound < 32767 ? bound : 32767);
+    return is_finite ? highest / kLargest : __builtin_nanf("");
 }
 
 // The rows of one tile, whose pairs lie side by side.
@@ -174,8 +196,8 @@ inline void quantize_tile(const float* input, int64_t input_stride, int64_t dept
     const int size = tiles.size(tile);
     int16_t* to = rows + first * 2 * num_pairs;
     for (int row = 0; row < size; ++row) {
-        row_scales[first + row] = quantize_row(input + (first + row) * input_stride, depth,
-                                               largest_activation(depth), size, to + 2 * row);
+        row_scales[first + row] = quantize_row(input + (first + row) * input_stride, depth, size,
+                                               to + 2 * row);
     }
 }
 

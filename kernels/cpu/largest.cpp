@@ -39,7 +39,7 @@ struct KeepBounds {
     float* lowest;  // [row, kWidth]
 
     template <int ROWS, int VECTORS>
-    CBATCH_INLINE void operator()(const IntVec (&sums)[ROWS][VECTORS]) const {
+    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS]) const {
         const int64_t column = panel * kPanel;
         CBATCH_UNROLL
         for (int index = 0; index < ROWS; ++index) {
@@ -49,8 +49,8 @@ struct KeepBounds {
             CBATCH_UNROLL
             for (int v = 0; v < VECTORS; ++v) {
                 const int64_t at = column + v * kWidth;
-                const Vec value = scaled(sums[index][v], load(product.column_scales + at),
-                                         product.row_scales[row], load(product.bias + at));
+                const Vec value = output_of(totals[index][v], product.row_scales[row],
+                                            load(product.bias + at));
                 Vec highest = value;
                 if constexpr (IS_EXACT) {
                     const Vec distance = bounds.distance(at, row);
@@ -78,11 +78,11 @@ struct KeepOutputs {
     float* highest;
 
     template <int VECTORS>
-    CBATCH_INLINE void operator()(const IntVec (&sums)[1][VECTORS]) const {
+    CBATCH_INLINE void operator()(const Vec (&totals)[1][VECTORS]) const {
         for (int v = 0; v < VECTORS; ++v) {
             const int64_t at = panel * kPanel + v * kWidth;
-            const Vec value = scaled(sums[0][v], load(product.column_scales + at),
-                                     product.row_scales[row], load(product.bias + at));
+            const Vec value =
+                output_of(totals[0][v], product.row_scales[row], load(product.bias + at));
             store(values + v * kWidth, value);
             const bool is_exact = bounds.errors != nullptr;
             store(highest + v * kWidth, is_exact ? value + bounds.distance(at, row) : value);
@@ -159,9 +159,9 @@ struct Search {
 // bias of -inf. With `weight` [num_columns, depth] outputs are the float32 product's, and
 // `num_exact` gets how many of each row were computed.
 CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t num_rows,
-                            int64_t depth, const int8_t* packed, const float* column_scales,
-                            const float* bias, int64_t num_columns, const float* weight,
-                            const float* column_errors, const float* column_norms,
+                            int64_t depth, const int8_t* packed, const float* scales,
+                            const float* bias, int64_t num_columns, int64_t group,
+                            const float* weight, const float* column_errors, const float* column_norms,
                             const float* row_norms, const float* row_errors, float* best,
                             int64_t* best_columns, int64_t* num_exact, int64_t num_threads) {
     const int64_t num_pairs = ceil_div(depth, 2), num_panels = ceil_div(num_columns, kPanel);
@@ -176,7 +176,8 @@ CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t nu
     float* row_scales = scale_memory.as<float>();
     float* upper = upper_memory.as<float>();
     float* lowest = lowest_memory.as<float>();
-    const Int8Product product{packed, column_scales, bias, row_scales, num_pairs, num_columns};
+    const Int8Product product{packed,    scales,      bias,     row_scales,
+                              num_pairs, num_columns, group / 2};
     const Bounds bounds{column_errors, column_norms, row_norms, row_errors};
     const Search search{product, bounds, input, input_stride, depth, rows, weight};
     const RowTiles tiles(num_rows);
@@ -203,8 +204,7 @@ CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t nu
             quantize_tile(input, input_stride, depth, tiles, tile, tile_rows, row_scales);
             const int64_t end = tiles.start(tile) + tiles.size(tile);
             for (int64_t row = tiles.start(tile); row < end; ++row) {
-                quantize_row(input + row * input_stride, depth, largest_activation(depth), 1,
-                             rows + row * 2 * num_pairs);
+                quantize_row(input + row * input_stride, depth, 1, rows + row * 2 * num_pairs);
             }
         }
 #pragma omp for schedule(dynamic)

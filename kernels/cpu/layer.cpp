@@ -18,7 +18,9 @@ CBATCH_IMPORT(attention)(const CbatchAttention*);
 CBATCH_IMPORT(linear)(const float*, int64_t, int64_t, int64_t, const float*, const float*, int64_t,
                       float*, int64_t, int64_t);
 CBATCH_IMPORT(linear_int8)(const float*, int64_t, int64_t, int64_t, const int8_t*, const float*,
-                           const float*, int64_t, float*, int64_t, int64_t);
+                           const float*, int64_t, int64_t, float*, int64_t, int64_t);
+CBATCH_IMPORT(linear_int8_groups)(const float*, int64_t, int64_t, int64_t, const uint8_t*,
+                                  const float*, int64_t, float*, int64_t, int64_t);
 
 namespace {
 
@@ -38,15 +40,24 @@ class Parts {
 
 void multiply(const CbatchLinear& linear, const float* input, int64_t num_rows, float* output,
               int64_t num_threads) {
-    if (linear.column_scales == nullptr) {
-        CBATCH_CALL(linear)(input, linear.depth, num_rows, linear.depth,
-                            static_cast<const float*>(linear.packed), linear.bias,
-                            linear.num_columns, output, linear.num_columns, num_threads);
-    } else {
-        CBATCH_CALL(linear_int8)(input, linear.depth, num_rows, linear.depth,
-                                 static_cast<const int8_t*>(linear.packed), linear.column_scales,
-                                 linear.bias, linear.num_columns, output, linear.num_columns,
-                                 num_threads);
+    switch (linear.format) {
+        case kCbatchFloat32:
+            CBATCH_CALL(linear)(input, linear.depth, num_rows, linear.depth,
+                                static_cast<const float*>(linear.packed), linear.bias,
+                                linear.num_columns, output, linear.num_columns, num_threads);
+            break;
+        case kCbatchInt8:
+            CBATCH_CALL(linear_int8)(input, linear.depth, num_rows, linear.depth,
+                                     static_cast<const int8_t*>(linear.packed), linear.scales,
+                                     linear.bias, linear.num_columns, linear.group, output,
+                                     linear.num_columns, num_threads);
+            break;
+        case kCbatchInt8Groups:
+            CBATCH_CALL(linear_int8_groups)(input, linear.depth, num_rows, linear.depth,
+                                            static_cast<const uint8_t*>(linear.packed),
+                                            linear.bias, linear.num_columns, output,
+                                            linear.num_columns, num_threads);
+            break;
     }
 }
 

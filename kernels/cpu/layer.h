@@ -3,12 +3,20 @@
 
 #include "attention.h"
 
-// A packed weight: float32, or int8 with a scale per column.
+// How a weight is packed.
+enum CbatchWeightFormat : int64_t {
+    kCbatchFloat32 = 0,
+    kCbatchInt8 = 1,        // with a scale per column and group of depths
+    kCbatchInt8Groups = 2,  // with scales that are packed too, see int8_groups.h
+};
+
 struct CbatchLinear {
     const void* packed;
-    const float* column_scales;  // null: float32
-    const float* bias;           // or null
+    const float* scales;  // of kCbatchInt8
+    const float* bias;    // or null
     int64_t num_columns, depth;
+    int64_t group;  // of kCbatchInt8: depths that share a scale
+    CbatchWeightFormat format;
 };
 
 // RMSNorm; a weight that is null norms nothing.

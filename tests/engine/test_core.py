@@ -14,7 +14,7 @@ from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.stats import EngineStats
 from cbatch_cli.engine.step import SchedulerOutput, StepOutput
 from cbatch_cli.errors import DeviceMemoryError, EngineError, RowErrorType
-from cbatch_cli.request import FinishReason, Request, RequestKey
+from cbatch_cli.request import FinishReason, Request, RequestKey, RequestOutput
 from tests.fakes import FakeRunner, expected_output, make_request, make_scheduler
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,18 @@ def test_every_request_comes_back_once_with_its_answer() -> None:
         assert output.metrics.completion_tokens == len(output.token_ids)
         assert output.metrics.ttft_s is not None and output.metrics.queue_s is not None
         assert output.metrics.queue_s <= output.metrics.ttft_s <= output.metrics.e2e_s
+
+
+def test_windows_full_of_requests_that_are_refused_do_not_stop_the_input() -> None:
+    core = make_core(max_num_seqs=2)
+    outputs = list[RequestOutput]()
+    given = (make_request(row, [1] * (row == 999)) for row in range(1000))
+    thread = threading.Thread(target=lambda: outputs.extend(core.generate(given)), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert [output.key.row for output in outputs] == list(range(1000))
+    errors = [output.error.type if output.error else None for output in outputs]
+    assert errors == [RowErrorType.EMPTY_PROMPT] * 999 + [None]
 
 
 def test_outputs_come_in_the_order_in_which_they_finish() -> None:

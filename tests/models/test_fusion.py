@@ -82,16 +82,17 @@ def test_logits_are_those_of_the_original(kernels: CPUKernels, name: str) -> Non
 
 
 @each_variant
-def test_weights_of_eight_bits_come_close(kernels: CPUKernels) -> None:
+@pytest.mark.parametrize(("mode", "kind"), [("w8a16", "int8"), ("w8a8", "int8_groups")])
+def test_weights_of_eight_bits_come_close(kernels: CPUKernels, mode: LinearMode, kind: str) -> None:
     expected = logits(wrapped("gemma3"))
-    model, report = fused("gemma3", kernels, "w8a16")
-    assert report.num_fused == 3 and report.linear_kinds == {"int8": 13}
+    model, report = fused("gemma3", kernels, mode)
+    assert report.num_fused == 3 and report.linear_kinds == {kind: 13}
     for actual, exact in zip(logits(model), expected, strict=True):
         assert (actual - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
 
 
 @each_variant
-@pytest.mark.parametrize("mode", ["deterministic", "w8a16"])
+@pytest.mark.parametrize("mode", ["deterministic", "w8a16", "w8a8"])
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3", "gemma2_softcap", "gemma3"])
 def test_one_call_a_layer_gives_the_bits_of_one_call_a_step(
     kernels: CPUKernels, name: str, mode: LinearMode, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +108,7 @@ def test_one_call_a_layer_gives_the_bits_of_one_call_a_step(
 
     monkeypatch.setattr(kernels, "decoder_layer", counted)
     model, report = fused(name, kernels, mode)
+    calls.clear()  # of the probe of the whole pass
     expected = logits(model, in_steps, kernels=kernels)
     assert not calls
     actual = logits(model, CPUAttentionBackend, kernels=kernels)
