@@ -182,10 +182,13 @@ def optimise(
 
     Raises `UsageError` and `ModelError` where a promise cannot be kept.
     """
-    invariance = _make_batch_invariant(model, config, log)
-    if invariance is not None:
-        return None, invariance
-    return _fuse(model, config, log, kernels), None
+    from cbatch_cli.models.devices import on_device
+
+    with on_device(model.device):
+        invariance = _make_batch_invariant(model, config, log)
+        if invariance is not None:
+            return None, invariance
+        return _fuse(model, config, log, kernels), None
 
 
 def load_engine(model_name: str, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:

@@ -34,8 +34,17 @@ def run_bench(
         if not quiet:
             print(line, file=sys.stderr, flush=True)
 
+    def keep(result: Mapping[str, Any]) -> None:
+        if json_file is None:
+            return
+        try:
+            json_file.write_text(json_text(result), encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {json_file}: {error.strerror}") from error
+
     if suite is None:
         result = measure(config, log=log)
+        keep(result)
     else:
         settings = SuiteSettings(
             engine=config.job.engine,
@@ -43,12 +52,7 @@ def run_bench(
             repeat=config.repeat,
             rows=config,
         )
-        result = run_suite(suite, settings, log)
-    if json_file is not None:
-        try:
-            json_file.write_text(json_text(result), encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {json_file}: {error.strerror}") from error
+        result = run_suite(suite, settings, log, keep=keep)
     if json_result:
         print_data(json_text(result))
     else:

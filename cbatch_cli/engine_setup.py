@@ -71,6 +71,18 @@ def build_core(
     `wrap_attention` is given what the layers are to attend by, and gives what takes its place.
     Raises `UsageError` for settings that do not fit the model or the memory.
     """
+    from cbatch_cli.models.devices import on_device
+
+    with on_device(model.device):
+        return _build_core(model, config, log, wrap_attention)
+
+
+def _build_core(
+    model: HFModel,
+    config: EngineConfig,
+    log: Log,
+    wrap_attention: Callable[[AttentionBackend], AttentionBackend] | None,
+) -> tuple[EngineCore, EngineLimits]:
     from cbatch_cli.attention.backend import build_attention_backend
     from cbatch_cli.engine.kv_cache import KVCache
     from cbatch_cli.engine.kv_groups import group_layers

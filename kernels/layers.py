@@ -71,7 +71,7 @@ def rms_norm(
         BLOCK_DIM=block_dim,
         ROUND_BEFORE_WEIGHT=round_before_weight,
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(16, max(4, block_dim // 1024)),
+        num_warps=min(16, max(4, block_dim // 512)),
         **COMPILE_OPTIONS,
     )
 

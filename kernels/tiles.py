@@ -36,35 +36,44 @@ def attention_tiles(
     *,
     head_dim: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     kind: AttentionKind,
     has_window_or_cap: bool = False,
     num_query_rows: int | None = None,
 ) -> AttentionTiles:
     """Tiles for `arch`, such as "sm_90" or "gfx942", and the larger of the two head dimensions.
 
-    `num_query_rows` is how many packed rows, queries times heads of a group, a sequence has at
-    most: a tile of 16 serves few of them better. None keeps the tile the same for every batch. A
-    window or a soft cap takes registers that a larger tile would spill.
+    `dtype` is that of queries, `kv_dtype` that of the cache. `num_query_rows` is how many packed
+    rows, queries times heads of a group, a sequence has at most: a tile of 16 serves few of them
+    better. None keeps the tile the same for every batch. A window or a soft cap takes registers
+    that a larger tile would spill, and so does the widening of keys and values of eight bits.
     """
     is_wide = head_dim > 128
+    is_widened = kv_dtype.itemsize == 1
+    block_n = 32 if has_window_or_cap or is_widened else 64
     if dtype == torch.float32:
         # Exact products of float32 run outside the tensor cores and hold everything in registers.
         if kind == "decode":
             return _tiles(16, 16 if is_wide else 32, 4, 1)
-        return _tiles(16 if is_wide else 32, 16, 4 if is_wide else 8, 1)
-    if kind == "decode":
-        return _tiles(16, 32 if is_wide else 64, 4, 3 if arch != "gfx942" else 1)
-    if num_query_rows is not None and num_query_rows <= 16:
-        return _tiles(16, 32 if is_wide else 64, 4, 2 if arch != "gfx942" else 1)
+        num_warps = 8 if arch in _HOPPER_AND_LATER and not is_wide else 4
+        return _tiles(16 if is_wide else 32, 16, num_warps, 1)
+    if kind == "decode" or (num_query_rows is not None and num_query_rows <= 16):
+        num_stages = 3 if kind == "decode" else 2
+        if arch == "gfx942":
+            return _tiles(16, 32 if is_wide else 64, 4, 1)
+        if is_widened and not is_wide:
+            # Half as many keys at a time, and as many bytes on their way.
+            return _tiles(16, 32, 4, 2 * num_stages - 1)
+        return _tiles(16, 32 if is_wide else 64, 4, num_stages)
     if arch == "gfx942":
         return _tiles(64 if is_wide else 128, 32 if is_wide else 64, 8 if is_wide else 4, 1)
     if arch in _HOPPER_AND_LATER:
         if not is_wide:
             return _tiles(128, 64, 8, 2)
-        return _tiles(64, 32 if has_window_or_cap else 64, 8, 2)
+        return _tiles(64, block_n, 8, 2)
     if is_wide:
         return _tiles(64, 32, 8, 2)
-    return _tiles(128, 32 if has_window_or_cap else 64, 8, 2)
+    return _tiles(128, block_n, 8, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,15 @@ def test_the_command_prints_the_table_and_writes_the_file(
     assert main(["bench", "--suite", "gpu", "--json", "-q"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["sections"] == result["sections"] and err == ""
+
+    def interrupted(settings: SuiteSettings, log: Log) -> Iterator[Section]:
+        yield from measured(settings, log)
+        raise KeyboardInterrupt
+
+    path.unlink()
+    monkeypatch.setattr("cbatch_cli.bench.gpu_suite.measure", interrupted)
+    assert main(["bench", "--suite", "gpu", "--json-file", str(path)]) != 0
+    assert json.loads(path.read_text())["sections"] == result["sections"], "what was measured stays"
     missing = tmp_path / "none" / "suite.json"
     assert main(["bench", "--suite", "gpu", "--json-file", str(missing)]) == 2
     assert "there is no folder" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from cbatch_kernels.kv_store import store_kv
 from cbatch_kernels.paged_attention import paged_decode, paged_prefill
-from cbatch_kernels.tiles import AttentionTiles, attention_tiles, num_decode_splits
+from cbatch_kernels.tiles import attention_tiles, num_decode_splits
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import AttentionMetadata, KVScales, LayerSpec
@@ -123,6 +123,7 @@ class TritonAttentionBackend:
                 self._arch,
                 head_dim=max(layer.head_dim, layer.value_head_dim),
                 dtype=query.dtype,
+                kv_dtype=attention.k_cache.dtype,
                 kind="prefill",
                 has_window_or_cap=attention.has_window_or_cap,
                 num_query_rows=None if self._deterministic else metadata.max_query_len * group_size,
@@ -140,6 +141,13 @@ class TritonAttentionBackend:
         self, attention: _LayerAttention, step: _GroupStep, query: Tensor, output: Tensor
     ) -> None:
         metadata, layer = step.metadata, attention.layer
+        tiles = attention_tiles(
+            self._arch,
+            head_dim=max(layer.head_dim, layer.value_head_dim),
+            dtype=query.dtype,
+            kv_dtype=attention.k_cache.dtype,
+            kind="decode",
+        )
         num_splits = num_decode_splits(
             num_seqs=step.num_decodes,
             num_kv_heads=layer.num_kv_heads,
@@ -163,7 +171,7 @@ class TritonAttentionBackend:
                 metadata.block_tables[rows],
                 metadata.seq_lens[rows],
                 output[rows],
-                tiles=self._decode_tiles(layer, query.dtype),
+                tiles=tiles,
                 num_splits=num_splits,
                 partials=self._partials,
                 lse=self._lse,
@@ -174,10 +182,6 @@ class TritonAttentionBackend:
                 k_scale=attention.scales.k,
                 v_scale=attention.scales.v,
             )
-
-    def _decode_tiles(self, layer: LayerSpec, dtype: torch.dtype) -> AttentionTiles:
-        head_dim = max(layer.head_dim, layer.value_head_dim)
-        return attention_tiles(self._arch, head_dim=head_dim, dtype=dtype, kind="decode")
 
     def _workspace_size(
         self, layers: Sequence[LayerSpec], max_num_seqs: int, max_model_len: int

@@ -15,6 +15,7 @@ from cbatch_cli.bench.suite import Log, Measurement, Section, SuiteSettings
 from cbatch_cli.config import DEMO_MODEL
 from cbatch_cli.engine_setup import dtype_name
 from cbatch_cli.errors import UsageError
+from cbatch_cli.models.devices import on_device, resolve_device
 from cbatch_cli.models.random_models import SHAPES
 
 
@@ -40,8 +41,9 @@ def measure(settings: SuiteSettings, log: Log) -> Iterator[Section]:
         raise UsageError("--suite gpu needs a GPU, and torch finds none on this machine")
     if settings.model != DEMO_MODEL:
         raise UsageError("--suite gpu makes models of its own, so --model says nothing to it")
-    name = "cuda:0" if settings.engine.device == "auto" else settings.engine.device
-    yield from measure_on(torch.device(name), settings, log, sizes=GPUSizes())
+    device = resolve_device(settings.engine.device)
+    with on_device(device):
+        yield from measure_on(device, settings, log, sizes=GPUSizes())
 
 
 def measure_on(

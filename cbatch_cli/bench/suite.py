@@ -77,19 +77,31 @@ Measure = Callable[[SuiteSettings, Log], Iterator[Section]]
 
 
 def run_suite(
-    name: SuiteName, settings: SuiteSettings, log: Log, *, measure: Measure | None = None
+    name: SuiteName,
+    settings: SuiteSettings,
+    log: Log,
+    *,
+    measure: Measure | None = None,
+    keep: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure the suite of that name; what `suite_table` shows and `--json` prints.
 
-    `measure` is the suite's own unless given. Raises `UsageError` where the machine lacks what
-    the suite measures.
+    `measure` is the suite's own unless given. `keep` is called after each section with the result
+    so far, since a suite takes minutes and may be ended. Raises `UsageError` where the machine
+    lacks what the suite measures.
     """
     measure = measure or importlib.import_module(_MODULES[name]).measure
     start = time.monotonic()
-    sections = []
+    result: dict[str, Any] = {
+        "cbatch_version": __version__,
+        "suite": name,
+        "sections": [],
+        "wall_s": 0.0,
+    }
     for section in measure(settings, log):
-        log(f"{section.title}: measured after {time.monotonic() - start:.0f} s")
-        sections.append(
+        result["wall_s"] = round(time.monotonic() - start, 1)
+        log(f"{section.title}: measured after {result['wall_s']:.0f} s")
+        result["sections"].append(
             {
                 "title": section.title,
                 "measurements": [
@@ -98,18 +110,15 @@ def run_suite(
                 ],
             }
         )
-    return {
-        "cbatch_version": __version__,
-        "suite": name,
-        "sections": sections,
-        "wall_s": round(time.monotonic() - start, 1),
-    }
+        if keep is not None:
+            keep(result)
+    return result
 
 
 def suite_table(result: Mapping[str, Any]) -> str:
     """The numbers of `run_suite` for people: a line each, under the title of its section."""
     rows = [
-        (entry["name"], _number(entry), _verdict(entry))
+        (entry["name"], number_text(entry), verdict_text(entry))
         for section in result["sections"]
         for entry in section["measurements"]
     ]
@@ -124,7 +133,8 @@ def suite_table(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _number(entry: Mapping[str, Any]) -> str:
+def number_text(entry: Mapping[str, Any]) -> str:
+    """The value of a measurement with its unit."""
     if entry["value"] is None:
         return "-"
     return _with_unit(entry["value"], entry["unit"])
@@ -137,7 +147,8 @@ def _with_unit(value: float, unit: str) -> str:
     return f"{digits} {unit}".rstrip()
 
 
-def _verdict(entry: Mapping[str, Any]) -> str:
+def verdict_text(entry: Mapping[str, Any]) -> str:
+    """The target of a measurement, if it was missed, and its note."""
     parts = []
     if entry["target"] is not None:
         side = "at most" if entry["at_most"] else "at least"

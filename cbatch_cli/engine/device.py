@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cbatch_cli.models.devices import on_device
+
 
 class Ticket(Protocol):
     """Work that was submitted."""
@@ -75,12 +77,12 @@ class CudaQueue:
 
     def host_bytes(self, num_bytes: int) -> Tensor:
         """Pinned memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with on_device(self._device):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def submit(self, work: Callable[[], None]) -> _CudaTicket:
         """Launch the kernels and copies of `work`."""
-        # Triton launches on the current device, which is a setting of each thread.
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
@@ -107,8 +109,8 @@ class CudaGraphCapture:
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `work`; its intermediate results come from the pool of all graphs."""
         gc.collect()  # what is freed while capturing may have to wait for the device
-        graph = torch.cuda.CUDAGraph()
         with self._on_stream():
+            graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -123,7 +125,7 @@ class CudaGraphCapture:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             try:
@@ -152,7 +154,7 @@ def cuda_peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    with torch.cuda.device(device):
+    with on_device(device):
         work()
         torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -248,8 +248,7 @@ class DeviceModelRunner:
 
     def _graph_size(self, layout: StepLayout) -> int | None:
         """The graph for a step; None for one that has none."""
-        is_decode = layout.max_query_len == 1 and layout.samples.all()
-        if self._graphs is None or not is_decode:
+        if self._graphs is None or layout.max_query_len > 1:
             return None
         return self._graphs.size_for(len(layout.slots))
 

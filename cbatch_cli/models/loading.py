@@ -18,6 +18,7 @@ from cbatch_cli.attention.backend import AttentionBackendName, choose_attention_
 from cbatch_cli.config import AttentionBackendChoice, DtypeName
 from cbatch_cli.errors import ModelError, UsageError
 from cbatch_cli.models.context_length import resolve_max_model_len
+from cbatch_cli.models.devices import on_device, resolve_device
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.kv_scales import read_kv_scales
 from cbatch_cli.models.model_files import ModelFiles, resolve_model
@@ -68,7 +69,7 @@ def load_model(
     natively and the checkpoint holds it. Raises `ModelError` for a model that would give wrong
     answers or cannot be read, `UsageError` for a device that is not there.
     """
-    target = _resolve_device(device)
+    target = resolve_device(device)
     with quiet_transformers():
         config = _load_config(files, trust_remote_code=trust_remote_code)
         length = resolve_max_model_len(config, max_model_len)
@@ -88,23 +89,6 @@ def load_model(
         )
     hf_model.kv_scales = read_kv_scales(files.folder, hf_model.attention_names)
     return hf_model
-
-
-def _resolve_device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    if name == "auto":
-        name = "cuda" if has_gpu else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    if not has_gpu:
-        raise UsageError(f"device {name} asked for, but this machine has no usable GPU")
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name} asked for, but this machine has {torch.cuda.device_count()} GPUs"
-        )
-    return torch.device("cuda", index)
 
 
 def _resolve_dtype(
@@ -216,13 +200,14 @@ def checked_model(
     would not, in one sentence.
     """
     try:
-        hf_model = HFModel(
-            model,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            generation_defaults=generation_defaults,
-        )
-        hf_model.attention_backend = _settle_backend(hf_model, attention_backend)
+        with on_device(model.device):
+            hf_model = HFModel(
+                model,
+                max_model_len=max_model_len,
+                eos_token_ids=eos_token_ids,
+                generation_defaults=generation_defaults,
+            )
+            hf_model.attention_backend = _settle_backend(hf_model, attention_backend)
     except (ModelError, UsageError):
         raise
     except Exception as error:  # modelling code that packed tokens break can fail in any way

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch_cli.attention.backend import AttentionBackend, build_attention_backend
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend
 from cbatch_cli.attention.metadata import LayerSpec
+from cbatch_cli.models.devices import on_device
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.packed_step import NotingBackend, first_step_metadata, layer_caches
 
@@ -103,7 +104,8 @@ def observe_step(model: HFModel, kernels: CountedKernels | None) -> StepObservat
         kernels.on_call = counter.count
     try:
         backend.begin_step([first_step_metadata(_QUERY_LENS, _BLOCK_SIZE, model.device)])
-        with _launches(model, counter), counter.by_layer(decoder_layers(model)), counter:
+        watched = counter.by_layer(decoder_layers(model))
+        with on_device(model.device), _launches(model, counter), watched, counter:
             model.forward(token_ids, positions, last_indices)
     finally:
         if kernels is not None:

@@ -15,13 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cbatch_cli.assembly import build_core
+from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.cuda_graphs import DecodeGraphs, graph_sizes
 from cbatch_cli.engine.device import GraphCapture
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.request import Request, RequestKey, RequestOutput, SamplingParams
 from cbatch_cli.runner_setup import RunnerSizes, try_graphs
-from tests.engine.test_device_runner import GREEDY, MIXED_PARAMS, ids, requests_of, run, wrapped
+from tests.engine.test_device_runner import (
+    GREEDY,
+    MIXED_PARAMS,
+    ids,
+    prompt,
+    requests_of,
+    run,
+    wrapped,
+)
 from tests.fake_device import LateQueue, RecordingCapture, device_core, runner_of
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -132,6 +142,8 @@ def test_replayed_steps_have_the_logits_of_eager_ones(name: str) -> None:
     spare_blocks=st.integers(0, 6),
     block_size=st.sampled_from([2, 4, 16]),
     max_num_seqs=st.integers(1, 5),
+    # With few tokens a step, prompts are computed one token at a time, beside what decodes.
+    budget=st.sampled_from([2, 5, 16]),
     seed=st.integers(0, 2**64 - 1),
 )
 def test_any_mixture_of_replayed_and_eager_steps_samples_the_same(
@@ -140,13 +152,15 @@ def test_any_mixture_of_replayed_and_eager_steps_samples_the_same(
     spare_blocks: int,
     block_size: int,
     max_num_seqs: int,
+    budget: int,
     seed: int,
 ) -> None:
     requests = requests_of(params)
     sizes = {
         "num_blocks": (2 if name == "gemma3" else 1) * -(-50 // block_size) + spare_blocks,
         "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
+        "max_num_seqs": min(max_num_seqs, budget),
+        "max_num_batched_tokens": budget,
         "seed": seed,
     }
     eager = ids(run(device_core(wrapped(name), queue=LateQueue(), **sizes), requests))  # type: ignore[arg-type]
@@ -180,7 +194,7 @@ def test_steps_with_chunks_are_not_replayed() -> None:
     launch = runner_of(core).launch
 
     def watched(step: object, stats: object) -> object:
-        is_decode = all(s.num_tokens == 1 and s.samples for s in step.scheduled)  # type: ignore[attr-defined]
+        is_decode = all(s.num_tokens == 1 for s in step.scheduled)  # type: ignore[attr-defined]
         steps.append((is_decode, len(step.scheduled)))  # type: ignore[attr-defined]
         return launch(step, stats)  # type: ignore[arg-type]
 
@@ -193,6 +207,34 @@ def test_steps_with_chunks_are_not_replayed() -> None:
     for num_seqs in decodes:
         expected[min(size for size in expected if size >= num_seqs)] += 1
     assert by_size == expected
+
+
+def test_logits_are_those_of_the_rows_that_sample() -> None:
+    """A long prompt goes on, a token at a time, beside a row that samples and comes after it."""
+    requests = [
+        Request(key=RequestKey(row), prompt_token_ids=prompt(length, row), params=GREEDY)
+        for row, length in enumerate((30, 3))
+    ]
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 2}
+    expected = ids(run(device_core(wrapped("llama"), queue=LateQueue(), **sizes), requests))  # type: ignore[arg-type]
+    core, capture = graph_core("llama", **sizes)  # type: ignore[arg-type]
+    assert ids(run(core, requests)) == expected
+    assert capture.graphs[0].num_replays > 10
+
+
+def test_rows_of_any_length_are_replayed() -> None:
+    """Beside the engine on the host, past the widths in which block tables are passed on."""
+    model = wrapped("llama")
+    requests = [
+        Request(key=RequestKey(row), prompt_token_ids=prompt(length, row), params=GREEDY)
+        for row, length in enumerate((25, 55, 75))
+    ]
+    model.attention_backend = "torch"
+    config = EngineConfig(block_size=4, num_kv_blocks=100, max_num_batched_tokens=16)
+    expected = ids(run(build_core(model, config)[0], requests))
+    core, capture = graph_core("llama", block_size=2, num_blocks=200)
+    assert ids(run(core, requests)) == expected
+    assert sum(graph.num_replays for graph in capture.graphs) > 10
 
 
 def test_a_model_that_reads_back_from_the_device_runs_eager() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cbatch_cli.assembly import build_core
 from cbatch_cli.config import EngineConfig
+from cbatch_cli.engine import device_runner
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.input_buffer import Packet
 from cbatch_cli.engine.stats import EngineStats
@@ -32,6 +33,7 @@ from tests.fake_device import (
     PlainSampling,
     RefuseWaiting,
     device_core,
+    noise_of,
     runner_of,
 )
 from tests.tiny_models import VOCAB_SIZE, tiny_model
@@ -148,6 +150,44 @@ def test_a_step_in_flight_changes_no_id(
         return ids(run(core, requests))
 
     assert generate(1) == generate(0)
+
+
+@pytest.mark.parametrize("seed", [None, 2**64 - 3])
+def test_draws_are_those_of_the_noise_of_row_sample_and_position(seed: int | None) -> None:
+    """By the model's own attention, one sequence at a time, and the reference's noise."""
+    model, run_seed = wrapped("llama"), 5
+    params = SamplingParams(max_tokens=5, temperature=0.9, min_tokens=3, seed=seed)
+    requests = [
+        Request(key=RequestKey(row, sample), prompt_token_ids=prompt(7, 0), params=params)
+        for row in (2, 2**33 + 2)
+        for sample in (0, 1)
+    ]
+    core = device_core(model, queue=LateQueue(), seed=run_seed)
+    drawn = ids(run(core, requests))
+    assert len(set(drawn.values())) == len(requests)
+    for key, token_ids in drawn.items():
+        known = list(prompt(7, 0))
+        for number, token_id in enumerate(token_ids):
+            last = torch.tensor([len(known) - 1])
+            logits = model.eager_logits(torch.tensor(known), last)[0].double() / 0.9
+            if number < 3:
+                logits[list(EOS)] = -torch.inf
+            noise = noise_of(
+                len(logits),
+                seed=run_seed if seed is None else seed,
+                row=key.row,
+                sample=key.sample,
+                position=len(known),
+            )
+            assert token_id == int((logits + noise).argmax())
+            known.append(token_id)
+
+
+def test_what_a_step_adds_may_outgrow_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of(MIXED_PARAMS)
+    expected = ids(run(device_core(wrapped("llama"), queue=LateQueue()), requests))
+    monkeypatch.setattr(device_runner, "_FIRST_EXTRA_BYTES", 16)
+    assert ids(run(device_core(wrapped("llama"), queue=LateQueue()), requests)) == expected
 
 
 def test_a_pool_that_is_too_small_for_all_preempts() -> None:

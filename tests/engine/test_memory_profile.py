@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.metadata import AttentionMetadata
 from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.engine.kv_cache import KVCache
 from cbatch_cli.engine.kv_groups import group_layers
@@ -23,6 +24,7 @@ class Watched:
         self.model = model
         self.device = model.device
         self.steps: list[tuple[int, int, tuple[int, ...]]] = []
+        self.num_decodes: list[int] = []
         self.memory: float = 1e9
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, sample_indices: Tensor) -> Tensor:
@@ -49,6 +51,7 @@ def test_the_largest_steps_are_computed(
 ) -> None:
     watched, steps, built = measure(name, num_tokens=num_tokens, num_seqs=num_seqs)
     assert watched.steps == [largest, (num_seqs, 1, (num_seqs, VOCAB_SIZE))]
+    assert watched.num_decodes == [0, num_seqs], "each is computed by the kernels that will"
     # A fake meter: the n-th measurement is n million bytes.
     assert steps == StepMemory(largest=1_000_000, decoding=2_000_000)
     assert built == [1, 1], "the cache of one measurement is gone before the next"
@@ -74,6 +77,13 @@ def measure(
         built[-1] += 1
         backend = TorchAttentionBackend(groups.layers, cache.layers, 16)
         model.bind(backend, groups.layers)
+        begin_step = backend.begin_step
+
+        def watched_begin(metadata: Sequence[AttentionMetadata]) -> None:
+            watched.num_decodes.append(metadata[0].num_decodes)
+            begin_step(metadata)
+
+        backend.begin_step = watched_begin  # type: ignore[method-assign]
         return backend
 
     def meter(work: Callable[[], None]) -> int:

@@ -34,9 +34,9 @@ def _give_memory_back() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def on_gpu(name: str, *, dtype: torch.dtype = torch.float32) -> HFModel:
+def on_gpu(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cuda") -> HFModel:
     return checked_model(
-        tiny_model(name, dtype=dtype).to("cuda"),
+        tiny_model(name, dtype=dtype).to(device),
         "triton",
         max_model_len=256,
         eos_token_ids=frozenset(),
@@ -80,6 +80,15 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         for request in requests
     }
     assert answers(on_gpu(name), requests) == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_second_gpu_gives_the_tokens_of_the_first() -> None:
+    requests = make_requests()
+    expected = answers(on_gpu("llama"), requests)
+    model = on_gpu("llama", device="cuda:1")
+    assert model.attention_backend == "triton"
+    assert answers(model, requests) == expected
 
 
 @pytest.mark.model

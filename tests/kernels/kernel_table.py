@@ -4,7 +4,7 @@
 
 compiles them, which takes some minutes of one core; the slow tests of this folder compile all head
 dimensions, dtypes and features. With a file of results, each is put there as it comes, and
-those that are there are not compiled again.
+those that are there are not compiled again unless the kernel or its tiles have changed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ python -m tests.kernels.kernel_table
 ```
 
 Of each kernel the worst of its variants: head dimensions {head_dims}, bfloat16, float32 and a
-KV cache of eight bits, attention with a window, a soft cap and sinks, which take the most. Spilled
-are loads from and stores to local memory on NVIDIA, vector registers on AMD.
+KV cache of eight bits, attention as it is and with a window, a soft cap and sinks. Spilled are
+loads from and stores to local memory on NVIDIA, vector registers on AMD.
 Most shared memory a program may have: {limits}.
 
 | target | kernel | variants | registers | shared KB | spilled | tensor cores |
@@ -56,8 +56,6 @@ def launches_of(arch: str) -> Iterator[tuple[str, Launch]]:
     for variant in grid(arch):
         kv_dtypes = (None, FP8_DTYPES[arch][0])
         if variant.head_dim not in _HEAD_DIMS or variant.dtype not in _DTYPES:
-            continue
-        if variant.features != "all":
             continue
         if variant.kv_dtype not in kv_dtypes:
             continue
@@ -81,7 +79,7 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = []
     for arch in TARGETS:
         of_arch = [result for result in results if result["arch"] == arch]
-        for name in dict.fromkeys(result["kernel"] for result in of_arch):
+        for name in sorted({result["kernel"] for result in of_arch}):
             found = [result for result in of_arch if result["kernel"] == name]
             cores = sorted({core for result in found for core in result["tensor_cores"]})
             lines.append(
@@ -99,17 +97,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder) / "results.jsonl"
         path.touch()
-        results = [json.loads(line) for line in path.read_text().splitlines()]
-        done = {(result["arch"], result["variant"]) for result in results}
+        lines = path.read_text().splitlines()
+        known = {(found["arch"], found["digest"]): found for found in map(json.loads, lines)}
+        results = []
         with path.open("a") as file:
             for arch in TARGETS:
                 for variant, launch in launches_of(arch):
-                    if (arch, variant) in done:
+                    digest = launch.digest
+                    if found := known.get((arch, digest)):
+                        results.append(found)
                         continue
                     compiled = compile_launch(launch, arch, Path(folder))
                     result = {
                         "arch": arch,
                         "variant": variant,
+                        "digest": digest,
                         "kernel": launch.name,
                         "registers": compiled.registers,
                         "shared_kb": compiled.shared_kb,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -61,6 +62,12 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.__name__.removesuffix("_kernel")
+
+    @property
+    def digest(self) -> str:
+        """Tells apart what is compiled: the code, the types and constants, the options."""
+        options = sorted(self.options.items())
+        return hashlib.sha256(f"{self.source().hash()} {options}".encode()).hexdigest()[:16]
 
     def source(self) -> ASTSource:
         """The kernel with its types, and with what is known of alignment."""
@@ -162,7 +169,7 @@ def compile_launch(launch: Launch, arch: str, folder: Path) -> Compiled:
 
 def _cuobjdump(option: str, cubin: Path) -> str:
     command = [str(_TOOLS / "cuobjdump"), option, str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     return done.stdout + done.stderr
 
 

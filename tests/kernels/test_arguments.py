@@ -13,7 +13,9 @@ from cbatch_kernels.paged_attention import paged_decode, paged_prefill
 from cbatch_kernels.sampling import filter_thresholds, gumbel_argmax, scale_logits
 from cbatch_kernels.tiles import attention_tiles, num_decode_splits
 
-TILES = attention_tiles("sm_90", head_dim=16, dtype=torch.float32, kind="prefill")
+TILES = attention_tiles(
+    "sm_90", head_dim=16, dtype=torch.float32, kv_dtype=torch.float32, kind="prefill"
+)
 
 
 def prefill(**changes: Any) -> None:

@@ -95,11 +95,14 @@ def attention_launches(variant: AttentionVariant, arch: str) -> list[Launch]:
         arch,
         head_dim=widest,
         dtype=variant.dtype,
+        kv_dtype=kv_dtype,
         kind="prefill",
         has_window_or_cap=has_window,
         num_query_rows=16 if variant.few_queries else None,
     )
-    decode_tiles = attention_tiles(arch, head_dim=widest, dtype=variant.dtype, kind="decode")
+    decode_tiles = attention_tiles(
+        arch, head_dim=widest, dtype=variant.dtype, kv_dtype=kv_dtype, kind="decode"
+    )
     with record_launches() as launches:
         paged_prefill(
             query(num_tokens),

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from cbatch_cli.errors import ModelError, UsageError
+from cbatch_cli.errors import ModelError
 from cbatch_cli.models import loading
 from cbatch_cli.models.loading import ModelFiles, load_model
 from tests.tiny_models import CONFIGS, EOS_TOKEN_ID, model_of, save_tiny_model, tiny_llama
@@ -94,20 +94,6 @@ def test_dtype_auto_on_a_cpu(
 
 def test_dtype_auto_on_a_gpu_is_the_checkpoints() -> None:
     assert loading._resolve_dtype(CONFIGS["llama"](), "auto", torch.device("cuda", 0)) is None
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert loading._resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(UsageError, match="no usable GPU"):
-        loading._resolve_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert loading._resolve_device("auto") == torch.device("cuda", 0)
-    assert loading._resolve_device("cuda:1") == torch.device("cuda", 1)
-    assert loading._resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(UsageError, match="this machine has 2 GPUs"):
-        loading._resolve_device("cuda:2")
 
 
 @pytest.mark.parametrize(
