@@ -14,8 +14,8 @@ from cbatch_cli.cli import main
 # thresholds the collector goes through them again and again, for a second and a half in all.
 _GC_THRESHOLDS = (50_000, 20, 100)
 
-# How often a thread of OpenMP looks whether the others are done before it sleeps. By itself it looks
-# for milliseconds, on the very core that the others wait for when another process takes theirs.
+# How often a thread of OpenMP looks whether the others are done before it sleeps. By itself it
+# looks for milliseconds, on the very core that they wait for when another process takes theirs.
 _OPENMP_SPINS = "1000"
 _OPENMP_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 

@@ -17,7 +17,7 @@ from cbatch_kernels.cpu_library import (
     NormArguments,
     address,
 )
-from cbatch_kernels.cpu_linear import OwnLinear
+from cbatch_kernels.cpu_packed import OwnLinear
 from torch import Tensor
 
 Norm = tuple[Tensor, float]

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels, address, num_threads
-from cbatch_kernels.cpu_linear import Int8Linear, Linear, LinearMode, choose_linear
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear
+from cbatch_kernels.cpu_packed import Int8Linear, Linear
 from torch import Tensor
 
 _UNIT_ROUNDOFF = 2.0**-24

@@ -1,8 +1,7 @@
-"""Linear layers on a CPU: weights packed once, the fastest product chosen by measurement.
+"""Linear layers on a CPU: our products beside those of libraries, the fastest by measurement.
 
-Every class here maps float32 `[T, K]` to float32 `[T, N]` with a weight `[N, K]`. What they have
-beyond `torch.nn.functional.linear`, in which a row's bits depend on the number of rows:
-`OwnLinear` give each row the same bits in any company.
+Every layer maps float32 `[T, K]` to float32 `[T, N]` with a weight `[N, K]`. A library's product
+may give a row other bits when other rows are beside it.
 """
 
 from __future__ import annotations
@@ -10,31 +9,25 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from cbatch_kernels.cpu_library import (
     CPUKernels,
     KernelsUnavailable,
-    LinearArguments,
-    WeightFormat,
-    address,
     num_threads,
 )
-from cbatch_kernels.kept_memory import KeptMemory
+from cbatch_kernels.cpu_packed import (
+    GroupedInt8Linear,
+    Int8Linear,
+    Linear,
+    LinearKind,
+    PackedLinear,
+)
 from torch import Tensor
 
 LinearMode = Literal["fast", "deterministic", "w8a16", "w8a8"]
-LinearKind = Literal["torch", "onednn", "packed", "int8", "int8_groups"]
 
-_GROUP = 128
-"""Depths that share a scale of an int8 weight, unless it has values of its own: at most 512, and
-even."""
-_BLOCK = 32
-"""The blocks of weights that come as 8 bits with a scale."""
-_COLUMNS_TO_JUDGE = 64
-"""Columns rounded by blocks to see whether that changes nothing."""
 
 _MEASURED_ROWS = (1, 8, 32, 64, 256)
 _MEASURED_COLUMNS = 4096
@@ -43,17 +36,6 @@ _SECONDS_PER_MEASUREMENT = 0.01
 _CLEARLY_FASTER = 0.85
 """Share of our own product's time that makes another one better: times on a busy machine vary,
 and ours gives the same bits in every run."""
-
-
-class Linear(Protocol):
-    """A linear layer over float32 rows."""
-
-    kind: LinearKind
-    num_columns: int
-
-    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[T, K]` to `[T, N]`; into `out` if given, which is contiguous."""
-        ...
 
 
 class TorchLinear:
@@ -91,194 +73,6 @@ class PrepackedLinear:
         )
         return product if out is None else out.copy_(product)
 
-
-class _PanelLinear:
-    """A weight in panels that hold all that its product needs: `[T, K]` to `[T, N]`."""
-
-    _format: WeightFormat
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        kernels: CPUKernels,
-        *,
-        pack: Callable[..., None],
-        multiply: Callable[..., None],
-        bytes_per_column: int,
-    ) -> None:
-        _check_weight(weight)
-        weight = weight.contiguous()
-        self.num_columns, self.depth = weight.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._multiply, self._outputs = multiply, KeptMemory()
-        padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self._packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
-        pack(address(weight), self.num_columns, self.depth, address(self._packed), num_threads())
-
-    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[T, K]` to `[T, N]`."""
-        rows = _as_rows(rows, self.depth)
-        if out is None:
-            out = self._outputs.empty(rows.shape[0], self.num_columns)
-        self._multiply(
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            self.depth,
-            self._packed.data_ptr(),
-            address(self._bias),
-            self.num_columns,
-            out.data_ptr(),
-            self.num_columns,
-            num_threads(),
-        )
-        return out
-
-    def arguments(self) -> LinearArguments:
-        """For kernels that multiply on their way; the layer must outlive them."""
-        return LinearArguments(
-            packed=address(self._packed),
-            bias=address(self._bias),
-            num_columns=self.num_columns,
-            depth=self.depth,
-            format=self._format,
-        )
-
-
-class PackedLinear(_PanelLinear):
-    """Our float32 product: each output is one chain of fused multiply-adds over the depth."""
-
-    kind: LinearKind = "packed"
-    _format = WeightFormat.FLOAT32
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
-        super().__init__(
-            weight,
-            bias,
-            kernels,
-            pack=kernels.pack_linear,
-            multiply=kernels.linear,
-            bytes_per_column=4 * weight.shape[-1],
-        )
-
-
-class GroupedInt8Linear(_PanelLinear):
-    """int8 weights and activations, both with scales per group of the depth: w8a8.
-
-    Kernels see to both kinds of scales, see kernels/cpu/int8_groups.h.
-    """
-
-    kind: LinearKind = "int8_groups"
-    _format = WeightFormat.INT8_GROUPS
-    group = 64
-    """Depths that share the scales; `kGroup` of the kernels."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
-        depth = weight.shape[-1]
-        super().__init__(
-            weight,
-            bias,
-            kernels,
-            pack=kernels.pack_int8_groups,
-            multiply=kernels.linear_int8_groups,
-            bytes_per_column=4 * math.ceil(depth / 4) + 8 * math.ceil(depth / self.group),
-        )
-
-
-class Int8Linear:
-    """int8 weights with a scale per output and group of the depth, int16 activations with a scale
-    per row: w8a16.
-
-    A weight that was made of 8-bit blocks of 32, as in GGUF's Q8_0, keeps their values.
-    """
-
-    kind: LinearKind = "int8"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
-        _check_weight(weight)
-        weight = weight.contiguous()
-        self.num_columns, self.depth = weight.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels, self._outputs = kernels, KeptMemory()
-        self._padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        first = weight[:_COLUMNS_TO_JUDGE]
-        is_whole = len(first) == self.num_columns
-        self.group = _BLOCK
-        """Depths that share a scale."""
-        rounded = self._round(first)
-        if not (is_whole or self.errors.any()):
-            rounded = self._round(weight)
-        if self.errors.any() or len(rounded) < self.num_columns:
-            self.group = _GROUP
-            rounded = self._round(weight)
-        self.packed = torch.empty(self._padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
-        kernels.pack_int8(
-            address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
-        )
-
-    def _round(self, weight: Tensor) -> Tensor:
-        """int8 of a weight's shape."""
-        rounded = torch.empty(weight.shape, dtype=torch.int8)
-        # Those of the columns that fill the last panel stay 0.
-        self.scales = torch.zeros(math.ceil(self.depth / self.group), self._padded)
-        self.errors, self.norms = torch.empty(2, len(weight))
-        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
-        self._kernels.round_int8(
-            address(weight),
-            len(weight),
-            self.depth,
-            self.group,
-            address(rounded),
-            address(self.scales),
-            self._padded,
-            address(self.errors),
-            address(self.norms),
-            num_threads(),
-        )
-        return rounded
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a column."""
-        return len(self.scales)
-
-    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[T, K]` to `[T, N]`."""
-        rows = _as_rows(rows, self.depth)
-        if out is None:
-            out = self._outputs.empty(rows.shape[0], self.num_columns)
-        self._kernels.linear_int8(
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            self.depth,
-            self.packed.data_ptr(),
-            self.scales.data_ptr(),
-            address(self._bias),
-            self.num_columns,
-            self.group,
-            out.data_ptr(),
-            self.num_columns,
-            num_threads(),
-        )
-        return out
-
-    def arguments(self) -> LinearArguments:
-        """For kernels that multiply on their way; the layer must outlive them."""
-        return LinearArguments(
-            packed=address(self.packed),
-            scales=address(self.scales),
-            bias=address(self._bias),
-            num_columns=self.num_columns,
-            depth=self.depth,
-            group=self.group,
-            format=WeightFormat.INT8,
-        )
-
-
-OwnLinear = PackedLinear | Int8Linear | GroupedInt8Linear
-"""The layers that our kernels compute."""
 
 _KIND_OF_MODE: dict[LinearMode, LinearKind] = {
     "deterministic": "packed",
@@ -370,14 +164,3 @@ def _make(
     if kind == "int8":
         return Int8Linear(weight, bias, kernels)
     return GroupedInt8Linear(weight, bias, kernels)
-
-
-def _check_weight(weight: Tensor) -> None:
-    if weight.dtype != torch.float32 or weight.dim() != 2:
-        raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}, not float32 [N, K]")
-
-
-def _as_rows(rows: Tensor, depth: int) -> Tensor:
-    if rows.dtype != torch.float32 or rows.dim() != 2 or rows.shape[1] != depth:
-        raise ValueError(f"rows are {rows.dtype} {list(rows.shape)}, not float32 [T, {depth}]")
-    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import (
-    GroupedInt8Linear,
-    Int8Linear,
-    PackedLinear,
-    seconds_per_call,
-)
+from cbatch_kernels.cpu_linear import seconds_per_call
+from cbatch_kernels.cpu_packed import GroupedInt8Linear, Int8Linear, PackedLinear
 
 from cbatch_cli.bench.timed_kernels import Precision
 

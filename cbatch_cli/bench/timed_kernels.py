@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import GroupedInt8Linear
+from cbatch_kernels.cpu_packed import GroupedInt8Linear
 from torch import Tensor
 
 from cbatch_cli.attention.backend import AttentionBackend

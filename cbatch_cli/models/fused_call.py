@@ -7,7 +7,7 @@ from typing import Any
 from cbatch_kernels.cpu_decoder import LayerCall
 from cbatch_kernels.cpu_decoder_layer import DecoderLayer, LayerWeights, Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, OwnLinear
+from cbatch_kernels.cpu_packed import Linear, OwnLinear
 from torch import Tensor
 
 from cbatch_cli.attention.cpu_backend import CPUAttentionBackend

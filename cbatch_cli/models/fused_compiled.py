@@ -6,7 +6,8 @@ import torch
 from cbatch_kernels import cpu_layers
 from cbatch_kernels.cpu_layers import Activation
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, LinearMode, choose_linear
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import LayerSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from cbatch_kernels.cpu_layers import Activation
-from cbatch_kernels.cpu_linear import Linear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec

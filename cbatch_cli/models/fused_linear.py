@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from cbatch_kernels.cpu_linear import Linear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor, nn
 
 from cbatch_cli.models.fused_norm import NotFusable

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 from cbatch_kernels.cpu_layers import Activation
-from cbatch_kernels.cpu_linear import Linear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor
 
 from cbatch_cli.attention.metadata import LayerSpec

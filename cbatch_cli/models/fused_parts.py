@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from cbatch_kernels.cpu_linear import Linear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor, nn
 
 from cbatch_cli.models.fused_layer import FusedMLP, read_mlp

@@ -6,7 +6,8 @@ import math
 
 import torch
 from cbatch_kernels.cpu_layers import Activation
-from cbatch_kernels.cpu_linear import Linear, TorchLinear
+from cbatch_kernels.cpu_linear import TorchLinear
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 

@@ -7,7 +7,8 @@ the device, and every shape that varies is that of the tokens.
 from __future__ import annotations
 
 import torch
-from cbatch_kernels.cpu_linear import Linear, TorchLinear
+from cbatch_kernels.cpu_linear import TorchLinear
+from cbatch_kernels.cpu_packed import Linear
 from cbatch_kernels.layers import Activation, act_and_mul, rms_norm, rope
 from torch import Tensor
 

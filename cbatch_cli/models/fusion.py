@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from cbatch_kernels.cpu_decoder_layer import Workspace
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Linear, LinearMode, TorchLinear, rounds_weights
+from cbatch_kernels.cpu_linear import LinearMode, TorchLinear, rounds_weights
+from cbatch_kernels.cpu_packed import Linear
 from torch import Tensor, nn
 
 from cbatch_cli.attention.metadata import LayerSpec

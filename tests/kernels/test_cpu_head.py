@@ -6,7 +6,8 @@ import pytest
 import torch
 from cbatch_kernels.cpu_head import LargestLogits, VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Int8Linear, LinearMode
+from cbatch_kernels.cpu_linear import LinearMode
+from cbatch_kernels.cpu_packed import Int8Linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cbatch_kernels import cpu_linear
 from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable
-from cbatch_kernels.cpu_linear import GroupedInt8Linear, Int8Linear, Linear, OwnLinear, PackedLinear
+from cbatch_kernels.cpu_packed import GroupedInt8Linear, Int8Linear, Linear, OwnLinear, PackedLinear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import Int8Linear, PackedLinear
+from cbatch_kernels.cpu_packed import Int8Linear, PackedLinear
 from cbatch_kernels.kept_memory import KeptMemory
 
 from tests.cpu_variants import each_variant
