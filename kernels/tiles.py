@@ -18,7 +18,8 @@ COMPILE_OPTIONS = {"enable_fp_fusion": True}
 
 _MAX_SPLITS = 32
 _MIN_KEYS_PER_SPLIT = 256
-_HOPPER_AND_LATER = ("sm_90", "sm_100", "sm_103")
+_BLACKWELL = ("sm_100", "sm_103")
+_HOPPER_AND_LATER = ("sm_90", *_BLACKWELL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,10 @@ def attention_tiles(
     if dtype == torch.float32:
         # Exact products of float32 run outside the tensor cores and hold everything in registers.
         if kind == "decode":
-            return _tiles(16, 16 if is_wide else 32, 4, 1)
+            if not is_wide:
+                return _tiles(16, 32, 4, 1)
+            # In one stage, Blackwell's compiler spills to keep more programs on a processor.
+            return _tiles(16, 16, 4, 2 if arch in _BLACKWELL else 1)
         num_warps = 8 if arch in _HOPPER_AND_LATER and not is_wide else 4
         return _tiles(16 if is_wide else 32, 16, num_warps, 1)
     if kind == "decode" or (num_query_rows is not None and num_query_rows <= 16):
@@ -64,9 +68,14 @@ def attention_tiles(
         if is_widened and not is_wide:
             # Half as many keys at a time, and as many bytes on their way.
             return _tiles(16, 32, 4, 2 * num_stages - 1)
+        if is_widened and arch in _BLACKWELL:
+            # With 4 warps, Blackwell's compiler spills for the same reason as in float32.
+            return _tiles(16, 16, 8, num_stages)
         return _tiles(16, 32 if is_wide else 64, 4, num_stages)
     if arch == "gfx942":
-        return _tiles(64 if is_wide else 128, 32 if is_wide else 64, 8 if is_wide else 4, 1)
+        if not is_wide:
+            return _tiles(128, 64, 4, 1)
+        return _tiles(64, 16 if is_widened and has_window_or_cap else 32, 8, 1)
     if arch in _HOPPER_AND_LATER:
         if not is_wide:
             return _tiles(128, 64, 8, 2)
