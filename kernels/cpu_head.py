@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_library import CPUKernels, address, num_threads
-from cbatch_kernels.cpu_linear import LinearMode, choose_linear
-from cbatch_kernels.cpu_packed import Int8Linear, Linear
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear, rounds_weights
+from cbatch_kernels.cpu_packed import GroupedInt8Linear, Int8Linear, Linear
 from torch import Tensor
 
 _UNIT_ROUNDOFF = 2.0**-24
@@ -46,24 +46,25 @@ class LargestLogits:
 class VocabularyHead:
     """Logits `[T, V]` of float32 rows `[T, K]` and a weight `[V, K]`.
 
-    In mode "w8a16" logits are those of the 8-bit product. In the others there must be no bias; what
-    a call needs is then made in the first one that needs it: all logits need the weight packed, the
-    largest alone needs its 8-bit form. The weight itself must stay as it is.
+    In a mode that rounds weights, logits are those of the 8-bit product. In the others there must
+    be no bias; what a call needs is then made in the first one that needs it: all logits need the
+    weight packed, the largest alone needs its 8-bit form. The weight itself must stay as it is.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, *, mode: LinearMode, kernels: CPUKernels
     ) -> None:
-        self._weight = None if mode == "w8a16" else weight.contiguous()
-        self._mode, self._kernels = mode, kernels
-        self.num_columns, self._depth = weight.shape
+        self.is_rounded = rounds_weights(mode)
+        if bias is not None and not self.is_rounded:
+            raise ValueError("a bias is for logits of an 8-bit product")
+        self._weight, self._mode, self._kernels = weight.contiguous(), mode, kernels
+        self.num_columns = len(weight)
         self._all: Linear | None = None
-        self._bounded: _BoundedProduct | None = None
-        if self._weight is None:
-            rounded = Int8Linear(weight, bias, kernels)
-            self._all, self._bounded = rounded, _BoundedProduct(rounded, None, bias, kernels)
-        elif bias is not None:
-            raise ValueError("a bias is for logits of the 8-bit product")
+        self._search: _Search | None = None
+        if self.is_rounded:
+            self._all = choose_linear(weight, bias, mode=mode, kernels=kernels)
+            self._search = _Search(self._all, None, bias, kernels)
+            self._weight = weight.new_empty(0)
         self.num_rows = 0
         """Rows of which only the largest logit was computed."""
         self.num_exact = 0
@@ -72,12 +73,11 @@ class VocabularyHead:
     @property
     def kind(self) -> str:
         """How the largest logit is found."""
-        return "int8" if self._weight is None else "two_stage"
+        return self._all.kind if self.is_rounded and self._all is not None else "two_stage"
 
     def all_logits(self, rows: Tensor) -> Tensor:
         """`[T, K]` to `[T, V]`."""
         if self._all is None:
-            assert self._weight is not None
             self._all = choose_linear(self._weight, None, mode=self._mode, kernels=self._kernels)
         return self._all(rows)
 
@@ -86,23 +86,27 @@ class VocabularyHead:
         most = _LARGEST_SHARE * self.num_rows * self.num_columns
         if self.num_rows >= _ROWS_TO_JUDGE and self.num_exact > most:
             return None
-        if self._bounded is None:
-            assert self._weight is not None
+        if self._search is None:
             rounded = Int8Linear(self._weight, None, self._kernels)
-            self._bounded = _BoundedProduct(rounded, self._weight, None, self._kernels)
+            self._search = _Search(rounded, self._weight, None, self._kernels)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        largest, num_exact = self._bounded.largest(rows)
+        largest, num_exact = self._search.largest(rows)
         self.num_rows += len(rows)
         self.num_exact += num_exact
         return largest
 
 
-class _BoundedProduct:
+class _Search:
     """Finds largest outputs: of `rounded`, or with `weight` `[V, K]` of the float32 product."""
 
     def __init__(
-        self, rounded: Int8Linear, weight: Tensor | None, bias: Tensor | None, kernels: CPUKernels
+        self,
+        rounded: Linear,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kernels: CPUKernels,
     ) -> None:
+        assert isinstance(rounded, Int8Linear | GroupedInt8Linear)
         self._rounded, self._weight, self._kernels = rounded, weight, kernels
         # Columns that only fill the last panel lose to all others.
         self._bias = self._padded(
@@ -110,6 +114,7 @@ class _BoundedProduct:
         )
         self._errors = self._norms = None
         if weight is not None:
+            assert isinstance(rounded, Int8Linear)
             # Of a column, per unit of a row's norm: |w - q|, and the roundings of both products.
             num_roundings = rounded.depth + 2 * rounded.num_groups + _FEW_ROUNDINGS
             sums = num_roundings * _UNIT_ROUNDOFF * 1.01
@@ -118,41 +123,52 @@ class _BoundedProduct:
 
     def largest(self, rows: Tensor) -> tuple[LargestLogits, int]:
         """Of rows `[T, K]` with stride 1; and how many outputs were computed in float32."""
-        num_rows, depth = rows.shape
-        norms = errors = None
-        if self._weight is not None:
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
-            errors = rows.abs().amax(dim=1).double() * (
-                _ROUNDING_OF_A_ROW * math.sqrt(depth) / _LARGEST_ACTIVATION
-            )
-            norms, errors = norms.float(), errors.float()
+        num_rows = len(rows)
         largest = LargestLogits(
             values=torch.empty(num_rows), token_ids=torch.empty(num_rows, dtype=torch.int64)
         )
         num_exact = torch.empty(num_rows, dtype=torch.int64)
-        self._kernels.largest_int8(
-            address(rows),
-            rows.stride(0),
-            num_rows,
-            depth,
-            address(self._rounded.packed),
-            address(self._rounded.scales),
-            address(self._bias),
-            self._rounded.num_columns,
-            self._rounded.group,
-            address(self._weight),
-            address(self._errors),
-            address(self._norms),
-            address(norms),
-            address(errors),
-            address(largest.values),
-            address(largest.token_ids),
-            address(num_exact),
-            num_threads(),
-        )
+        found = (address(largest.values), address(largest.token_ids), address(num_exact))
+        given = (address(rows), rows.stride(0), num_rows, rows.shape[1])
+        rounded = self._rounded
+        if isinstance(rounded, GroupedInt8Linear):
+            self._kernels.largest_int8_groups(
+                *given,
+                address(rounded.packed),
+                address(self._bias),
+                rounded.num_columns,
+                *found,
+                num_threads(),
+            )
+        else:
+            norms, errors = (None, None) if self._weight is None else _norms_and_errors(rows)
+            self._kernels.largest_int8(
+                *given,
+                address(rounded.packed),
+                address(rounded.scales),
+                address(self._bias),
+                rounded.num_columns,
+                rounded.group,
+                address(self._weight),
+                address(self._errors),
+                address(self._norms),
+                address(norms),
+                address(errors),
+                *found,
+                num_threads(),
+            )
         return largest, int(num_exact.sum())
 
     def _padded(self, of_columns: Tensor, value: float) -> Tensor:
         """With `value` for the columns that fill the last panel."""
         missing = -len(of_columns) % self._kernels.panel
         return torch.nn.functional.pad(of_columns, (0, missing), value=value).contiguous()
+
+
+def _norms_and_errors(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 `[T]`: not less than the norm of each row, and of what rounding changes in it."""
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
+    errors = rows.abs().amax(dim=1).double() * (
+        _ROUNDING_OF_A_ROW * math.sqrt(rows.shape[1]) / _LARGEST_ACTIVATION
+    )
+    return norms.float(), errors.float()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 5
+_INTERFACE_VERSION = 6
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -42,6 +42,7 @@ _SIGNATURES = {
     "pack_int8": "piipi",
     "linear_int8": "piiipppiipii",
     "largest_int8": "piiipppiippppppppi",
+    "largest_int8_groups": "piiippipppi",
     "pack_int8_groups": "piipi",
     "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
@@ -190,6 +191,7 @@ class CPUKernels:
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]
     largest_int8: Callable[..., None]
+    largest_int8_groups: Callable[..., None]
     pack_int8_groups: Callable[..., None]
     linear_int8_groups: Callable[..., None]
     row_maxima: Callable[..., None]

@@ -64,8 +64,8 @@ class _PanelLinear:
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._multiply, self._outputs = multiply, KeptMemory()
         padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self._packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
-        pack(address(weight), self.num_columns, self.depth, address(self._packed), num_threads())
+        self.packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
+        pack(address(weight), self.num_columns, self.depth, address(self.packed), num_threads())
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""
@@ -77,7 +77,7 @@ class _PanelLinear:
             rows.stride(0),
             rows.shape[0],
             self.depth,
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             address(self._bias),
             self.num_columns,
             out.data_ptr(),
@@ -89,7 +89,7 @@ class _PanelLinear:
     def arguments(self) -> LinearArguments:
         """For kernels that multiply on their way; the layer must outlive them."""
         return LinearArguments(
-            packed=address(self._packed),
+            packed=address(self.packed),
             bias=address(self._bias),
             num_columns=self.num_columns,
             depth=self.depth,

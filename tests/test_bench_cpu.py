@@ -216,7 +216,7 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
     linears = run.calls_of("linears")
     assert sum(call.work.flops for call in linears) == counter.get_total_flops()
     head = run.calls_of("head")
-    kernel = "linear_int8_groups" if quantization == "w8a8" else "largest_int8"
+    kernel = "largest_int8_groups" if quantization == "w8a8" else "largest_int8"
     assert {call.kernel for call in head} == {kernel}
     assert sum(call.work.flops for call in head) == 2 * num_answers * 32 * VOCAB_SIZE
     # Two float32 for the one group that a column has.

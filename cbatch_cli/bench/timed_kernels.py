@@ -186,4 +186,5 @@ _WORK = {
     "linear_int8": _int8_work,
     "largest_int8": _int8_work,
     "linear_int8_groups": _grouped_int8_work,
+    "largest_int8_groups": _grouped_int8_work,
 }

@@ -27,7 +27,7 @@ def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKer
     rows = torch.randn(3, head.in_features, generator=torch.Generator().manual_seed(0))
     own_forward = head.forward
     is_rounded = rounds_weights(mode)
-    if mode == "w8a16" or (bias is None and not is_rounded):
+    if is_rounded or bias is None:
         vocabulary = VocabularyHead(weight, bias, mode=mode, kernels=kernels)
         if is_rounded and not _is_close(vocabulary.all_logits, head, rows, ROUNDED_TOLERANCE):
             return None
@@ -51,7 +51,7 @@ def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKer
             return kind
         head.forward = own_forward  # type: ignore[method-assign]
     linear = choose_linear(weight, bias, mode=mode, kernels=kernels)
-    if not _is_close(linear, head, rows, ROUNDED_TOLERANCE if is_rounded else TOLERANCE):
+    if not _is_close(linear, head, rows, TOLERANCE):
         return None
     _replace_product(head, linear)
     return str(linear.kind)

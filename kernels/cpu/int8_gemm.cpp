@@ -2,50 +2,9 @@
 
 #include "int8_product.h"
 #include "scratch.h"
+#include "store_tile.h"
 
 namespace {
-
-// Writes the outputs of a tile.
-struct Store {
-    const Int8Product& product;
-    float* output;
-    int64_t output_stride, first_row, first_panel;
-
-    template <int ROWS, int VECTORS>
-    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS]) const {
-        constexpr int kColumns = VECTORS * kWidth;
-        const int64_t column = first_panel * kPanel;
-        const int64_t left = product.num_columns - column;
-        const bool is_whole = left >= kColumns;
-        const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
-        float* to = output + first_row * output_stride + column;
-        int64_t stride = output_stride;
-        // The last columns are computed by the same code over padded copies: the same bits.
-        float padded_bias[kColumns], tile[ROWS * kColumns];
-        if (!is_whole) {
-            if (bias != nullptr) {
-                for (int64_t i = 0; i < kColumns; ++i) padded_bias[i] = i < left ? bias[i] : 0.0f;
-                bias = padded_bias;
-            }
-            to = tile;
-            stride = kColumns;
-        }
-        CBATCH_UNROLL
-        for (int v = 0; v < VECTORS; ++v) {
-            const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
-            CBATCH_UNROLL
-            for (int row = 0; row < ROWS; ++row) {
-                store(to + row * stride + v * kWidth,
-                      output_of(totals[row][v], product.row_scales[first_row + row], offset));
-            }
-        }
-        if (is_whole) return;
-        to = output + first_row * output_stride + column;
-        for (int row = 0; row < ROWS; ++row) {
-            for (int64_t i = 0; i < left; ++i) to[row * output_stride + i] = tile[row * kColumns + i];
-        }
-    }
-};
 
 constexpr int kPanelsAtOnce = 4;
 
@@ -125,8 +84,8 @@ CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num
     const Scratch scale_memory(static_cast<size_t>(num_rows) * sizeof(float));
     int16_t* rows = row_memory.as<int16_t>();
     float* row_scales = scale_memory.as<float>();
-    const Int8Product product{packed,    scales,      bias,     row_scales,
-                              num_pairs, num_columns, group / 2};
+    const Int8Product product{packed, scales, row_scales, num_pairs, num_columns, group / 2};
+    const Outputs outputs{output, output_stride, num_columns, bias};
     const RowTiles tiles(num_rows);
     const bool one_row = num_rows == 1;
     const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);
@@ -140,15 +99,16 @@ CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
             if (one_row && panel + kPanelsAtOnce <= num_panels) {
-                multiply<1, kPanelsAtOnce>(product, rows, panel, NextWeights(nullptr, 0, 1, 0, 1),
-                                           Store{product, output, output_stride, 0, panel});
+                multiply<1, kPanelsAtOnce>(product, rows, 0, panel,
+                                           NextWeights(nullptr, 0, 1, 0, 1),
+                                           StoreTile{outputs, 0, panel});
                 continue;
             }
             const int64_t wanted = panel + work.panels_per_item;
             const int64_t end = wanted < num_panels ? wanted : num_panels;
             for (; panel < end; ++panel) {
                 const auto store_from = [&](int64_t first_row) {
-                    return Store{product, output, output_stride, first_row, panel};
+                    return StoreTile{outputs, first_row, panel};
                 };
                 multiply_panel(product, rows, tiles, work.first_tile(item), work.end_tile(item),
                                panel, num_threads, store_from);

@@ -3,163 +3,42 @@
 // Sums within a group are of integers, hence exact and the same in every variant. Groups are added
 // in order, so a row's bits do not depend on its neighbours.
 
-#include "int8_groups.h"
+#include <cmath>
 
+#include "int8_groups_product.h"
 #include "int8_rounding.h"
 #include "scratch.h"
+#include "store_tile.h"
 
 namespace {
 
-constexpr int kLinesPerStep = kStepBytes > 64 ? kStepBytes / 64 : 1;
-// How far ahead weights are fetched that are read once, in steps.
-constexpr int kPrefetchSteps = 16;
-constexpr int64_t kFewTiles = 2;
-
-struct GroupedProduct {
-    const uint8_t* panels;
-    const float* bias;  // or null
-    RoundedRows rows;
-    Groups groups;
-    float* output;
-    int64_t num_columns, output_stride;
-};
-
-template <int ROWS, int PANELS>
-CBATCH_INLINE void multiply(const GroupedProduct& product, int64_t first_row, int64_t first_panel,
-                            NextWeights next, bool few_tiles) {
-    constexpr int kVectors = 2 * PANELS, kColumns = PANELS * kPanel;
-    const Groups& groups = product.groups;
-    const int64_t panel_bytes = groups.panel_bytes();
-    const uint8_t* step = product.panels + first_panel * panel_bytes;
-    const RowQuad* quads = product.rows.quads + first_row * groups.num_quads;
-    const int64_t first_entry = first_row * groups.count;
-    const int32_t* starts = product.rows.starts + first_entry;
-    const float* scales = product.rows.scales + first_entry;
-    const float* middles = product.rows.middles + first_entry;
-    Vec totals[ROWS][kVectors];
-    CBATCH_UNROLL
-    for (int row = 0; row < ROWS; ++row) {
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) totals[row][v] = Vec{};
-    }
-    const auto vector_at = [&](int v) __attribute__((always_inline)) {
-        return step + v / 2 * panel_bytes + v % 2 * (kStepBytes / 2);
-    };
-    int64_t num_done = 0;
-    const auto advance = [&]() __attribute__((always_inline)) {
-        if constexpr (PANELS == 1) {
-            // Few tiles are done with a panel before the next one has come, and in the nearest
-            // cache that would take the panel's own place.
-            if (few_tiles) {
-                next.fetch<kLinesPerStep, 2>(num_done++);
-            } else {
-                next.fetch<kLinesPerStep>(num_done++);
-            }
-        } else {
-            CBATCH_UNROLL
-            for (int v = 0; v < kVectors; ++v) {
-                __builtin_prefetch(vector_at(v) + kPrefetchSteps * kStepBytes);
-            }
-        }
-        step += kStepBytes;
-    };
-    for (int64_t group = 0; group < groups.count; ++group) {
-        IntVec sums[ROWS][kVectors];
-        CBATCH_UNROLL
-        for (int row = 0; row < ROWS; ++row) {
-            CBATCH_UNROLL
-            for (int v = 0; v < kVectors; ++v) sums[row][v] = IntVec{} + starts[row];
-        }
-        const int num_quads = groups.quads_of(group);
-        for (int k = 0; k < num_quads; ++k) {
-            WeightQuads weights[kVectors];
-            CBATCH_UNROLL
-            for (int v = 0; v < kVectors; ++v) weights[v] = load_quads(vector_at(v));
-            advance();
-            CBATCH_UNROLL
-            for (int row = 0; row < ROWS; ++row) {
-                CBATCH_UNROLL
-                for (int v = 0; v < kVectors; ++v) {
-                    sums[row][v] = add_products(sums[row][v], weights[v], quads[row]);
-                }
-            }
-            quads += ROWS;
-        }
-        Vec column_scales[kVectors];
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-            column_scales[v] = load(reinterpret_cast<const float*>(vector_at(v)));
-        }
-        advance();
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-            const Vec column_sum = load(reinterpret_cast<const float*>(vector_at(v)));
-            CBATCH_UNROLL
-            for (int row = 0; row < ROWS; ++row) {
-                const Vec sum = __builtin_convertvector(sums[row][v], Vec);
-                totals[row][v] += sum * scales[row] * column_scales[v];
-                totals[row][v] += column_sum * middles[row];
-            }
-        }
-        advance();
-        starts += ROWS;
-        scales += ROWS;
-        middles += ROWS;
-    }
-    const int64_t column = first_panel * kPanel, left = product.num_columns - column;
-    const float* bias = product.bias == nullptr ? nullptr : product.bias + column;
-    float* output = product.output + first_row * product.output_stride + column;
-    if (left >= kColumns) {
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-            const Vec offset = bias == nullptr ? Vec{} : load(bias + v * kWidth);
-            CBATCH_UNROLL
-            for (int row = 0; row < ROWS; ++row) {
-                store(output + row * product.output_stride + v * kWidth, totals[row][v] + offset);
-            }
-        }
-        return;
-    }
-    float tile[ROWS][kColumns];
-    CBATCH_UNROLL
-    for (int row = 0; row < ROWS; ++row) {
-        CBATCH_UNROLL
-        for (int v = 0; v < kVectors; ++v) store(&tile[row][v * kWidth], totals[row][v]);
-    }
-    for (int row = 0; row < ROWS; ++row) {
-        for (int64_t i = 0; i < left; ++i) {
-            output[row * product.output_stride + i] =
-                tile[row][i] + (bias == nullptr ? 0.0f : bias[i]);
-        }
-    }
-}
-
-template <int ROWS>
-void multiply_tile(int num_rows, const GroupedProduct& product, int64_t first_row, int64_t panel,
-                   NextWeights next, bool few_tiles) {
-    if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, first_row, panel, next, few_tiles);
-    } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, first_row, panel, next, few_tiles);
-    }
-}
-
-// One panel by the tiles from `first_tile` to before `end_tile`.
-void multiply_panel(const GroupedProduct& product, const RowTiles& tiles, int64_t first_tile,
-                    int64_t end_tile, int64_t panel, int64_t panels_ahead) {
-    const int64_t num_steps = product.groups.num_steps(), num_tiles = end_tile - first_tile;
-    // A single tile reads its panel once: what it needs next is a little further on.
-    const int64_t steps_ahead = num_tiles == 1 ? kPrefetchSteps : panels_ahead * num_steps;
-    const uint8_t* ahead = product.panels + (panel * num_steps + steps_ahead) * kStepBytes;
-    for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-        multiply_tile<kMaxGroupedRows>(
-            tiles.size(tile), product, tiles.start(tile), panel,
-            NextWeights(ahead, kStepBytes, num_steps, tile - first_tile, num_tiles),
-            num_tiles <= kFewTiles);
-    }
-}
-
 constexpr int kPanelsAtOnce = 4;
+
+// Rounds one group of a column of the weight into its place in the steps of a panel.
+void pack_group(const float* from, int count, int num_quads, int column, uint8_t* steps) {
+    float highest = 0.0f, zeros = 0.0f;
+    for (int k = 0; k < count; ++k) {
+        highest = std::fmax(highest, std::fabs(from[k]));
+        zeros += from[k] * 0.0f;
+    }
+    // A column with weights that are not finite tells by its outputs.
+    const bool is_finite = zeros == 0.0f;
+    const float scale = is_finite ? highest / 127.0f : __builtin_nanf("");
+    const float divisor = scale > 0.0f ? scale : 1.0f;
+    int32_t sum = 0;
+    for (int k = 0; k < num_quads * kQuad; ++k) {
+        const int32_t rounded = k < count && is_finite
+                                    ? static_cast<int32_t>(__builtin_nearbyintf(from[k] / divisor))
+                                    : 0;
+        steps[k / kQuad * kStepBytes + column * kQuad + k % kQuad] =
+            static_cast<uint8_t>(rounded + 128);
+        sum += rounded;
+    }
+    const float scaled_sum = scale * static_cast<float>(sum);
+    uint8_t* scales = steps + num_quads * kStepBytes + column * sizeof(float);
+    std::memcpy(scales, &scale, sizeof(scale));
+    std::memcpy(scales + kStepBytes, &scaled_sum, sizeof(scaled_sum));
+}
 
 }  // namespace
 
@@ -196,7 +75,8 @@ CBATCH_EXPORT(linear_int8_groups)(const float* input, int64_t input_stride, int6
     const Scratch scale_memory(2 * num_entries * sizeof(float));
     const RoundedRows rows{quad_memory.as<RowQuad>(), start_memory.as<int32_t>(),
                            scale_memory.as<float>(), scale_memory.as<float>() + num_entries};
-    const GroupedProduct product{packed, bias, rows, groups, output, num_columns, output_stride};
+    const GroupedProduct product{packed, rows, groups};
+    const Outputs outputs{output, output_stride, num_columns, bias};
     const RowTiles tiles(num_rows, kMaxGroupedRows);
     const bool one_row = num_rows == 1;
     const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);
@@ -212,14 +92,18 @@ CBATCH_EXPORT(linear_int8_groups)(const float* input, int64_t input_stride, int6
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
             if (one_row && panel + kPanelsAtOnce <= num_panels) {
-                multiply<1, kPanelsAtOnce>(product, 0, panel, NextWeights(nullptr, 0, 1, 0, 1), true);
+                multiply<1, kPanelsAtOnce>(product, 0, panel, NextWeights(nullptr, 0, 1, 0, 1), true,
+                                           StoreTile{outputs, 0, panel});
                 continue;
             }
             const int64_t wanted = panel + work.panels_per_item;
             const int64_t end = wanted < num_panels ? wanted : num_panels;
             for (; panel < end; ++panel) {
+                const auto store_from = [&](int64_t first_row) {
+                    return StoreTile{outputs, first_row, panel};
+                };
                 multiply_panel(product, tiles, work.first_tile(item), work.end_tile(item), panel,
-                               num_threads);
+                               num_threads, store_from);
             }
         }
     }

@@ -13,8 +13,8 @@ namespace {
 
 typedef int16_t PairVec __attribute__((vector_size(4 * kWidth)));
 typedef int16_t ShortVec __attribute__((vector_size(2 * kWidth)));
-typedef int8_t ByteVec __attribute__((vector_size(2 * kWidth)));
-typedef int8_t UnalignedByteVec __attribute__((vector_size(2 * kWidth), aligned(1), may_alias));
+typedef int8_t WeightBytes __attribute__((vector_size(2 * kWidth)));
+typedef int8_t UnalignedWeightBytes __attribute__((vector_size(2 * kWidth), aligned(1), may_alias));
 
 // How far ahead weights are fetched that are read once, in pairs of depth.
 constexpr int kPrefetchSteps = 16;
@@ -26,7 +26,6 @@ constexpr int64_t kMostDepthsPerGroup = 512;
 struct Int8Product {
     const int8_t* panels;  // [panel, depth / 2, kPanel, 2]
     const float* scales;   // [group, panel, kPanel]
-    const float* bias;     // or null
     const float* row_scales;
     int64_t num_pairs, num_columns, pairs_per_group;
 
@@ -39,7 +38,7 @@ CBATCH_INLINE PairVec load_pairs(const int8_t* from) {
 #elif defined(__AVX2__)
     return (PairVec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i_u*)from));
 #else
-    const ByteVec bytes = *reinterpret_cast<const UnalignedByteVec*>(from);
+    const WeightBytes bytes = *reinterpret_cast<const UnalignedWeightBytes*>(from);
     return __builtin_convertvector(bytes, PairVec);
 #endif
 }
@@ -58,11 +57,11 @@ CBATCH_INLINE IntVec add_products(IntVec sums, PairVec weights, int32_t pair) {
 #endif
 }
 
-// Pair k of `input` holds ROWS pairs of int16. `finish` gets the outputs but for the rows' scales,
-// [ROWS][2 * PANELS] vectors.
+// Pair k of `input` holds ROWS pairs of int16. `finish` gets [ROWS][2 * PANELS] vectors of
+// outputs, without a bias, and the scales to multiply them by.
 template <int ROWS, int PANELS, class Finish>
-CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, int64_t first_panel,
-                            NextWeights next, const Finish& finish) {
+CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, int64_t first_row,
+                            int64_t first_panel, NextWeights next, const Finish& finish) {
     constexpr int kVectors = 2 * PANELS;
     const int64_t num_pairs = product.num_pairs;
     const int8_t* panels = product.panels + first_panel * num_pairs * 2 * kPanel;
@@ -113,21 +112,16 @@ CBATCH_INLINE void multiply(const Int8Product& product, const int16_t* input, in
         }
         scales += scale_stride;
     }
-    finish(totals);
-}
-
-// A vector of outputs. Without a bias `offset` is zero.
-CBATCH_INLINE Vec output_of(Vec total, float row_scale, Vec offset) {
-    return total * row_scale + offset;
+    finish(totals, product.row_scales + first_row);
 }
 
 template <int ROWS = kMaxRows, class Finish>
-void multiply_tile(int num_rows, const Int8Product& product, const int16_t* input, int64_t panel,
-                   NextWeights next, const Finish& finish) {
+void multiply_tile(int num_rows, const Int8Product& product, const int16_t* input,
+                   int64_t first_row, int64_t panel, NextWeights next, const Finish& finish) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, input, panel, next, finish);
+        multiply<ROWS, 1>(product, input, first_row, panel, next, finish);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, input, panel, next, finish);
+        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, next, finish);
     }
 }
 
@@ -143,7 +137,7 @@ void multiply_panel(const Int8Product& product, const int16_t* rows, const RowTi
     const int8_t* ahead = product.panels + (panel * num_pairs + pairs_ahead) * 2 * kPanel;
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
         const int64_t first = tiles.start(tile);
-        multiply_tile(tiles.size(tile), product, rows + first * 2 * num_pairs, panel,
+        multiply_tile(tiles.size(tile), product, rows + first * 2 * num_pairs, first, panel,
                       NextWeights(ahead, 2 * kPanel, num_pairs, tile - first_tile, num_tiles),
                       finish_of(first));
     }

@@ -1,7 +1,5 @@
-// Rounds rows and weights into the format of int8_groups.h.
+// Rounds rows into the format of int8_groups.h.
 #pragma once
-
-#include <cmath>
 
 #include "int8_groups.h"
 
@@ -104,25 +102,6 @@ void round_rows(const float* input, int64_t stride, int64_t first_row, int num_r
             asm("" : "+r"(to));
         }
     }
-}
-
-// Rounds one group of a column of the weight into its place in the steps of a panel.
-void pack_group(const float* from, int count, int num_quads, int column, uint8_t* steps) {
-    float highest = 0.0f;
-    for (int k = 0; k < count; ++k) highest = std::fmax(highest, std::fabs(from[k]));
-    const float scale = highest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
-    int32_t sum = 0;
-    for (int k = 0; k < num_quads * kQuad; ++k) {
-        const int32_t rounded =
-            k < count ? static_cast<int32_t>(__builtin_nearbyintf(from[k] / divisor)) : 0;
-        steps[k / kQuad * kStepBytes + column * kQuad + k % kQuad] =
-            static_cast<uint8_t>(rounded + 128);
-        sum += rounded;
-    }
-    const float scaled_sum = scale * static_cast<float>(sum);
-    uint8_t* scales = steps + num_quads * kStepBytes + column * sizeof(float);
-    std::memcpy(scales, &scale, sizeof(scale));
-    std::memcpy(scales + kStepBytes, &scaled_sum, sizeof(scaled_sum));
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "int8_product.h"
+#include "rounded_rows.h"
 #include "scratch.h"
 
 namespace {
@@ -17,30 +17,40 @@ constexpr int kChains = 8;              // columns computed at once, to hide the
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// How far outputs may lie from their exact values. Columns' factors are padded to whole panels.
-struct Bounds {
-    const float* errors;  // of the column's output, per unit of the row's norm; null: outputs count
-    const float* norms;
+// What is searched. What belongs to columns is padded to whole panels.
+struct Vocabulary {
+    InputRows input;
+    int64_t num_columns;
+    const float* bias;    // -inf for columns that only fill a panel
+    const float* weight;  // [num_columns, depth]; null: the 8-bit product's outputs count
+    // How far outputs may lie from their exact values: per unit of the row's norm and of its error.
+    const float* column_errors;
+    const float* column_norms;
     const float* row_norms;
     const float* row_errors;
+    float* best;  // [num_rows], as are the following
+    int64_t* best_columns;
+    int64_t* num_exact;
 
+    int64_t num_panels() const { return ceil_div(num_columns, kPanel); }
+    bool is_exact() const { return weight != nullptr; }
     CBATCH_INLINE Vec distance(int64_t column, int64_t row) const {
-        return load(errors + column) * row_norms[row] + load(norms + column) * row_errors[row];
+        return load(column_errors + column) * row_norms[row] +
+               load(column_norms + column) * row_errors[row];
     }
 };
 
 // Keeps the largest upper bound of each row of a tile and, by lanes, its largest lower bound.
 template <bool IS_EXACT>
 struct KeepBounds {
-    const Int8Product& product;
-    const Bounds& bounds;
+    const Vocabulary& vocabulary;
     int64_t first_row, panel;
     float* upper;   // of the panel, by rows
     float* lowest;  // [row, kWidth]
 
     template <int ROWS, int VECTORS>
-    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS]) const {
-        const int64_t column = panel * kPanel;
+    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS],
+                                  const float* row_scales) const {
         CBATCH_UNROLL
         for (int index = 0; index < ROWS; ++index) {
             const int64_t row = first_row + index;
@@ -48,12 +58,12 @@ struct KeepBounds {
             IntVec is_nan = {};
             CBATCH_UNROLL
             for (int v = 0; v < VECTORS; ++v) {
-                const int64_t at = column + v * kWidth;
-                const Vec value = output_of(totals[index][v], product.row_scales[row],
-                                            load(product.bias + at));
+                const int64_t at = panel * kPanel + v * kWidth;
+                const Vec value = multiply_add(totals[index][v], splat(row_scales[index]),
+                                               load(vocabulary.bias + at));
                 Vec highest = value;
                 if constexpr (IS_EXACT) {
-                    const Vec distance = bounds.distance(at, row);
+                    const Vec distance = vocabulary.distance(at, row);
                     highest = value + distance;
                     low = maximum(value - distance, low);
                 } else {
@@ -71,21 +81,21 @@ struct KeepBounds {
 
 // Writes the outputs of one row and one panel, with their upper bounds.
 struct KeepOutputs {
-    const Int8Product& product;
-    const Bounds& bounds;
+    const Vocabulary& vocabulary;
     int64_t row, panel;
     float* values;
     float* highest;
 
     template <int VECTORS>
-    CBATCH_INLINE void operator()(const Vec (&totals)[1][VECTORS]) const {
+    CBATCH_INLINE void operator()(const Vec (&totals)[1][VECTORS],
+                                  const float* row_scales) const {
         for (int v = 0; v < VECTORS; ++v) {
             const int64_t at = panel * kPanel + v * kWidth;
             const Vec value =
-                output_of(totals[0][v], product.row_scales[row], load(product.bias + at));
+                multiply_add(totals[0][v], splat(row_scales[0]), load(vocabulary.bias + at));
             store(values + v * kWidth, value);
-            const bool is_exact = bounds.errors != nullptr;
-            store(highest + v * kWidth, is_exact ? value + bounds.distance(at, row) : value);
+            store(highest + v * kWidth,
+                  vocabulary.is_exact() ? value + vocabulary.distance(at, row) : value);
         }
     }
 };
@@ -116,75 +126,48 @@ void compute_exactly(const float* weight, int64_t depth, const float* row, const
     for (int c = 0; c < count; ++c) outputs[c] = sums[c];
 }
 
-struct Search {
-    const Int8Product& product;
-    const Bounds& bounds;
-    const float* input;
-    int64_t input_stride, depth;
-    const int16_t* rows;  // [row, depth / 2, 2]
-    const float* weight;  // [num_columns, depth], or null: the 8-bit product's outputs count
-
-    // Takes the outputs of a panel that can be the largest; returns how many were computed exactly.
-    int64_t take_panel(int64_t row, int64_t panel, float lowest, Best* best) const {
-        float values[kPanel], highest[kPanel];
-        multiply<1, 1>(product, rows + row * 2 * product.num_pairs, panel,
-                       NextWeights(nullptr, 0, 1, 0, 1),
-                       KeepOutputs{product, bounds, row, panel, values, highest});
-        const int64_t first = panel * kPanel, left = product.num_columns - first;
-        const int64_t size = left < kPanel ? left : kPanel;
-        if (weight == nullptr) {
-            for (int64_t i = 0; i < size; ++i) best->take(values[i], first + i);
-            return 0;
-        }
-        int64_t kept[kPanel];
-        int64_t count = 0;
-        for (int64_t i = 0; i < size; ++i) {
-            if (!(highest[i] < lowest)) kept[count++] = first + i;
-        }
-        for (int64_t done = 0; done < count; done += kChains) {
-            const int64_t rest = count - done;
-            const int group = static_cast<int>(rest < kChains ? rest : kChains);
-            float outputs[kChains];
-            compute_exactly(weight, depth, input + row * input_stride, kept + done, group, outputs);
-            for (int c = 0; c < group; ++c) best->take(outputs[c], kept[done + c]);
-        }
-        return count;
+// Takes the outputs of a panel that can be the largest; returns how many were computed exactly.
+template <class Rows>
+int64_t take_panel(const Vocabulary& vocabulary, const Rows& rows, int64_t row, int64_t panel,
+                   float lowest, Best* best) {
+    float values[kPanel], highest[kPanel];
+    rows.multiply_row(row, panel, KeepOutputs{vocabulary, row, panel, values, highest});
+    const int64_t first = panel * kPanel, left = vocabulary.num_columns - first;
+    const int64_t size = left < kPanel ? left : kPanel;
+    if (!vocabulary.is_exact()) {
+        for (int64_t i = 0; i < size; ++i) best->take(values[i], first + i);
+        return 0;
     }
-};
+    int64_t kept[kPanel];
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        if (!(highest[i] < lowest)) kept[count++] = first + i;
+    }
+    const InputRows& input = vocabulary.input;
+    for (int64_t done = 0; done < count; done += kChains) {
+        const int64_t rest = count - done;
+        const int group = static_cast<int>(rest < kChains ? rest : kChains);
+        float outputs[kChains];
+        compute_exactly(vocabulary.weight, input.depth, input.values + row * input.stride,
+                        kept + done, group, outputs);
+        for (int c = 0; c < group; ++c) best->take(outputs[c], kept[done + c]);
+    }
+    return count;
+}
 
-}  // namespace
-
-// `best` and `best_columns` are [num_rows]; of equal outputs the first is best, and a row with one
-// that is not a number has such a best. What belongs to columns is padded to whole panels, with a
-// bias of -inf. With `weight` [num_columns, depth] outputs are the float32 product's, and
-// `num_exact` gets how many of each row were computed.
-CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t num_rows,
-                            int64_t depth, const int8_t* packed, const float* scales,
-                            const float* bias, int64_t num_columns, int64_t group,
-                            const float* weight, const float* column_errors, const float* column_norms,
-                            const float* row_norms, const float* row_errors, float* best,
-                            int64_t* best_columns, int64_t* num_exact, int64_t num_threads) {
-    const int64_t num_pairs = ceil_div(depth, 2), num_panels = ceil_div(num_columns, kPanel);
+template <class Rows>
+void find_largest(const Vocabulary& vocabulary, const Rows& rows, int64_t num_threads) {
+    const int64_t num_rows = vocabulary.input.count, num_panels = vocabulary.num_panels();
     const int64_t row_stride = ceil_div(num_rows, kWidth) * kWidth;
-    const size_t row_bytes = static_cast<size_t>(num_rows * num_pairs) * sizeof(int32_t);
-    const Scratch tile_memory(row_bytes), row_memory(row_bytes);
-    const Scratch scale_memory(static_cast<size_t>(num_rows) * sizeof(float));
     const Scratch upper_memory(static_cast<size_t>(num_panels * row_stride) * sizeof(float));
     const Scratch lowest_memory(static_cast<size_t>(row_stride) * sizeof(float));
-    int16_t* tile_rows = tile_memory.as<int16_t>();
-    int16_t* rows = row_memory.as<int16_t>();
-    float* row_scales = scale_memory.as<float>();
     float* upper = upper_memory.as<float>();
     float* lowest = lowest_memory.as<float>();
-    const Int8Product product{packed,    scales,      bias,     row_scales,
-                              num_pairs, num_columns, group / 2};
-    const Bounds bounds{column_errors, column_norms, row_norms, row_errors};
-    const Search search{product, bounds, input, input_stride, depth, rows, weight};
-    const RowTiles tiles(num_rows);
+    const RowTiles tiles(num_rows, Rows::kRowsPerTile);
     for (int64_t row = 0; row < row_stride; ++row) lowest[row] = row < num_rows ? -kInfinity : kNaN;
     for (int64_t row = 0; row < num_rows; ++row) {
-        best[row] = -kInfinity;
-        best_columns[row] = num_exact[row] = 0;
+        vocabulary.best[row] = -kInfinity;
+        vocabulary.best_columns[row] = vocabulary.num_exact[row] = 0;
     }
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
@@ -196,31 +179,21 @@ CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t nu
         int64_t* own_count = count_memory.as<int64_t>();
         for (int64_t i = 0; i < num_rows * kWidth; ++i) lowest_lanes[i] = -kInfinity;
         for (int64_t row = 0; row < num_rows; ++row) {
-            own_best[row] = Best{-kInfinity, num_columns};
+            own_best[row] = Best{-kInfinity, vocabulary.num_columns};
             own_count[row] = 0;
         }
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles.count; ++tile) {
-            quantize_tile(input, input_stride, depth, tiles, tile, tile_rows, row_scales);
-            const int64_t end = tiles.start(tile) + tiles.size(tile);
-            for (int64_t row = tiles.start(tile); row < end; ++row) {
-                quantize_row(input + row * input_stride, depth, 1, rows + row * 2 * num_pairs);
-            }
-        }
+        for (int64_t tile = 0; tile < tiles.count; ++tile) rows.round(tiles, tile);
 #pragma omp for schedule(dynamic)
         for (int64_t panel = 0; panel < num_panels; ++panel) {
             float* to = upper + panel * row_stride;
-            const auto multiply_with = [&](const auto& finish_of) {
-                multiply_panel(product, tile_rows, tiles, 0, tiles.count, panel, num_threads,
-                               finish_of);
-            };
-            if (column_errors == nullptr) {
-                multiply_with([&](int64_t first) {
-                    return KeepBounds<false>{product, bounds, first, panel, to, lowest_lanes};
+            if (vocabulary.is_exact()) {
+                rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
+                    return KeepBounds<true>{vocabulary, first, panel, to, lowest_lanes};
                 });
             } else {
-                multiply_with([&](int64_t first) {
-                    return KeepBounds<true>{product, bounds, first, panel, to, lowest_lanes};
+                rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
+                    return KeepBounds<false>{vocabulary, first, panel, to, lowest_lanes};
                 });
             }
         }
@@ -241,24 +214,54 @@ CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t nu
                     const int64_t last = first + kWidth < num_rows ? first + kWidth : num_rows;
                     for (int64_t row = first; row < last; ++row) {
                         // A row that is not finite has no largest output to look for.
-                        if (!(of_panel[row] >= lowest[row]) || row_scales[row] != row_scales[row]) {
-                            continue;
-                        }
+                        if (!(of_panel[row] >= lowest[row]) || !rows.is_finite(row)) continue;
                         own_count[row] +=
-                            search.take_panel(row, panel, lowest[row], own_best + row);
+                            take_panel(vocabulary, rows, row, panel, lowest[row], own_best + row);
                     }
                 }
             }
         }
 #pragma omp critical
         for (int64_t row = 0; row < num_rows; ++row) {
-            Best merged{best[row], best_columns[row]};
-            if (own_best[row].column < num_columns) {
+            Best merged{vocabulary.best[row], vocabulary.best_columns[row]};
+            if (own_best[row].column < vocabulary.num_columns) {
                 merged.take(own_best[row].value, own_best[row].column);
             }
-            best[row] = row_scales[row] != row_scales[row] ? kNaN : merged.value;
-            best_columns[row] = merged.column;
-            num_exact[row] += own_count[row];
+            vocabulary.best[row] = rows.is_finite(row) ? merged.value : kNaN;
+            vocabulary.best_columns[row] = merged.column;
+            vocabulary.num_exact[row] += own_count[row];
         }
     }
+}
+
+}  // namespace
+
+// `best` and `best_columns` are [num_rows]; of equal outputs the first is best, and a row with one
+// that is not a number has such a best. What belongs to columns is padded to whole panels, with a
+// bias of -inf. With `weight` [num_columns, depth] outputs are the float32 product's, and
+// `num_exact` gets how many of each row were computed.
+CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t num_rows,
+                            int64_t depth, const int8_t* packed, const float* scales,
+                            const float* bias, int64_t num_columns, int64_t group,
+                            const float* weight, const float* column_errors,
+                            const float* column_norms, const float* row_norms,
+                            const float* row_errors, float* best, int64_t* best_columns,
+                            int64_t* num_exact, int64_t num_threads) {
+    const InputRows rows{input, input_stride, num_rows, depth};
+    const Vocabulary vocabulary{rows,         num_columns, bias,       weight, column_errors,
+                                column_norms, row_norms,   row_errors, best,   best_columns,
+                                num_exact};
+    find_largest(vocabulary, Int8Rows(rows, packed, scales, num_columns, group), num_threads);
+}
+
+// The same of the product of 8-bit activations, whose own outputs count.
+CBATCH_EXPORT(largest_int8_groups)(const float* input, int64_t input_stride, int64_t num_rows,
+                                   int64_t depth, const uint8_t* packed, const float* bias,
+                                   int64_t num_columns, float* best, int64_t* best_columns,
+                                   int64_t* num_exact, int64_t num_threads) {
+    const InputRows rows{input, input_stride, num_rows, depth};
+    const Vocabulary vocabulary{rows,    num_columns, bias,    nullptr, nullptr,
+                                nullptr, nullptr,     nullptr, best,    best_columns,
+                                num_exact};
+    find_largest(vocabulary, GroupedRows(rows, packed), num_threads);
 }

@@ -101,6 +101,16 @@ CBATCH_INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
+CBATCH_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 CBATCH_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
 // The sums over the lanes of four vectors, always added in the same order.

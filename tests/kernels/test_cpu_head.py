@@ -6,7 +6,7 @@ import pytest
 import torch
 from cbatch_kernels.cpu_head import LargestLogits, VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
-from cbatch_kernels.cpu_linear import LinearMode
+from cbatch_kernels.cpu_linear import LinearMode, choose_linear
 from cbatch_kernels.cpu_packed import Int8Linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.cpu_variants import each_variant
 
-each_mode = pytest.mark.parametrize("mode", ["deterministic", "w8a16"])
+each_mode = pytest.mark.parametrize("mode", ["deterministic", "w8a16", "w8a8"])
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -154,23 +154,31 @@ def test_what_is_no_number_stays_none(kernels: CPUKernels, mode: LinearMode, val
 
 
 @each_variant
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
+    mode=st.sampled_from(["w8a16", "w8a8"]),
     num_rows=st.integers(0, 30),
     num_columns=st.sampled_from([1, 31, 64, 65, 500, 4097]),
-    depth=st.sampled_from([1, 7, 32, 97]),
+    depth=st.sampled_from([1, 7, 32, 97, 130]),
     seed=st.integers(0, 2**32),
     has_bias=st.booleans(),
 )
 def test_with_weights_of_eight_bits_it_is_the_largest_of_the_rounded(
-    kernels: CPUKernels, num_rows: int, num_columns: int, depth: int, seed: int, has_bias: bool
+    kernels: CPUKernels,
+    mode: LinearMode,
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    seed: int,
+    has_bias: bool,
 ) -> None:
     # Few different weights: many logits are equal.
     weight = random(seed, num_columns, depth).sign()
     rows = random(seed + 1, num_rows, depth).round()
     bias = random(seed + 2, num_columns).round() if has_bias else None
-    head = VocabularyHead(weight, bias, mode="w8a16", kernels=kernels)
-    assert torch.equal(head.all_logits(rows), Int8Linear(weight, bias, kernels)(rows))
+    head = VocabularyHead(weight, bias, mode=mode, kernels=kernels)
+    linear = choose_linear(weight, bias, mode=mode, kernels=kernels)
+    assert torch.equal(head.all_logits(rows), linear(rows))
     check(head, rows)
     assert head.num_exact == 0
 
@@ -179,7 +187,9 @@ def test_with_weights_of_eight_bits_it_is_the_largest_of_the_rounded(
 def test_negative_logits_lose_to_no_column_that_is_not_there(kernels: CPUKernels) -> None:
     weight = random(18, 33, 16).abs()
     check(head_of(weight, kernels), -random(19, 4, 16).abs())
-    check(VocabularyHead(weight, None, mode="w8a16", kernels=kernels), -random(19, 4, 16).abs())
+    for mode in ("w8a16", "w8a8"):
+        head = VocabularyHead(weight, None, mode=mode, kernels=kernels)
+        check(head, -random(19, 4, 16).abs())
 
 
 @each_variant
