@@ -295,7 +295,8 @@ def verify(
     """Run some rows of a finished output again, in another batch, and compare the answers.
 
     The settings are those in the output's metadata. Token ids are compared where they were kept,
-    else texts. Exit status 4 if a row differs.
+    texts and finish reasons always. Exit status 4 if a row differs, 2 for an output that is not as
+    the run wrote it, and for a model or an input that is not that of the run.
     """
 
     def action() -> int:

@@ -93,7 +93,8 @@ def run_verify(
     quiet: bool,
 ) -> int:
     """Run rows of an output again and print which differ; returns the exit status."""
-    from cbatch_cli.verify import verify_output, verify_text
+    from cbatch_cli.verify import verify_output
+    from cbatch_cli.verify_result import verify_text
 
     if num_rows < 1:
         raise UsageError(f"--rows must be at least 1, not {num_rows}")
@@ -105,7 +106,10 @@ def run_verify(
     result = verify_output(
         output, num_rows=num_rows, seed=seed, inputs=inputs, changes=changes, log=log
     )
-    print_data(json_text(result) if as_json else verify_text(result))
+    if as_json:
+        print_data(json_text(result))
+    elif not quiet:
+        print_data(verify_text(result))
     return EXIT_ROWS_DIFFER if result["rows_different"] else 0
 
 

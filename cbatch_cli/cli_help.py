@@ -47,14 +47,17 @@ def _argument_text(argument: Any) -> str:
     return argument.metavar if argument.nargs == 1 else f"{argument.metavar}..."
 
 
-def option(section: str, flags: str, metavar: str | None, help: str) -> Any:
+def option(
+    section: str, flags: str, metavar: str | None, help: str, *, with_default: bool = True
+) -> Any:
     """A typer option under the heading `section`; `flags` are separated by spaces.
 
-    The help ends with the default of the setting that the first flag names, if it has one.
+    The help ends with the default of the setting that the first flag names, if it has one, unless
+    without the option something else than this is done.
     """
     names = flags.split()
     default = _DEFAULTS.get(names[0].removeprefix("--").replace("-", "_"))
-    if default is not None and default is not False:
+    if with_default and default is not None and default is not False:
         in_mib = isinstance(default, int) and default >= 2**20
         help += f" [default: {f'{default // 2**20}MiB' if in_mib else default}]"
     return typer.Option(

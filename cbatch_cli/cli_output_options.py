@@ -49,11 +49,24 @@ VerifyInputs = Annotated[
 ]
 VerifyModel = Annotated[
     str | None,
-    option("Engine", "--model -m", "MODEL", "Where the model is now, if not where it was."),
+    option(
+        "Engine",
+        "--model -m",
+        "MODEL",
+        "Where the model is now, if not where the run found it. For another model than that of "
+        "the run there is a warning.",
+        with_default=False,
+    ),
 ]
 VerifyDevice = Annotated[
     str | None,
-    option("Engine", "--device", "auto|cpu|cuda[:N]", "Where to run, if not as the run did."),
+    option(
+        "Engine",
+        "--device",
+        "auto|cpu|cuda[:N]",
+        "Where to run, if not as the run did.",
+        with_default=False,
+    ),
 ]
 VerifyBackend = Annotated[
     AttentionBackendChoice | None,
@@ -62,6 +75,7 @@ VerifyBackend = Annotated[
         "--attention-backend",
         choices(AttentionBackendChoice),
         "Which attention to run, if not that of the run.",
+        with_default=False,
     ),
 ]
 Json = Annotated[bool, flag("Terminal", "--json", "Print one JSON object on standard output.")]

@@ -31,6 +31,7 @@ from cbatch_cli.assembly import (
 from cbatch_cli.config import JobConfig, resolved_dict
 from cbatch_cli.data.columns import ColumnEncoder
 from cbatch_cli.data.errors_file import check_errors_file, write_failed_rows
+from cbatch_cli.data.fingerprint import inputs_digest
 from cbatch_cli.data.job_input import open_job_input
 from cbatch_cli.data.journal import Journal
 from cbatch_cli.data.output_schema import output_schema
@@ -219,6 +220,10 @@ class _BatchJob:
             "cbatch_version": __version__,
             "run_id": self._plan.run_id,
             "config": resolved_dict(self._config),
+            "identity": {
+                "model": self._plan.fingerprint["model"],
+                "inputs": inputs_digest(self._plan.fingerprint["inputs"]),
+            },
             "resolved": {
                 "sampling": dataclasses.asdict(self._params),
                 "engine": dict(self._engine.description),

@@ -11,7 +11,7 @@ from typing import Any
 from cbatch_cli import __version__
 from cbatch_cli.data import durable_io
 from cbatch_cli.data.merged_output import ShardRows, write_merged
-from cbatch_cli.data.output_target import OutputTarget, resolve_target
+from cbatch_cli.data.output_target import OutputTarget, named_target
 from cbatch_cli.data.parquet_file import METADATA_KEY, read_note
 from cbatch_cli.data.shard_targets import find_shards
 from cbatch_cli.data.work_dir import WorkDir, read_run
@@ -39,7 +39,7 @@ def merge_shards(output: str, *, overwrite: bool, remove_shards: bool) -> dict[s
     there twice, `ResumeMismatchError` for shards of different jobs, `OutputLockedError` while a
     shard is running, `OutputError`.
     """
-    target = resolve_target(output, ())
+    target = named_target(output)
     found = find_shards(target)
     if not found and not target.work_dir.is_dir():
         raise UsageError(f"there are no shards beside {target.path}")
@@ -171,6 +171,7 @@ def _merge(
             "cbatch_version": __version__,
             "run_id": run["run_id"],
             "config": {**metadata["config"], "shard": None, "output": str(target.path)},
+            "identity": metadata.get("identity", {}),
             "resolved": metadata["resolved"],
         },
         totals={"totals": summary, "shards": [shard.summary for shard in done]},

@@ -19,7 +19,7 @@ from cbatch_cli.data.journal_records import (
     StoredEntry,
     read_segment,
 )
-from cbatch_cli.data.output_target import OutputTarget, resolve_target
+from cbatch_cli.data.output_target import OutputTarget, named_target
 from cbatch_cli.data.parquet_file import METADATA_KEY, read_note
 from cbatch_cli.data.part_info import PART_KEY, PartInfo
 from cbatch_cli.data.shard_targets import find_shards
@@ -63,7 +63,7 @@ def read_status(output: str) -> list[RunStatus]:
     Nothing is changed, and a run that is running is not disturbed. Raises `UsageError` if there
     is nothing, `OutputError` for files that cannot be read.
     """
-    target = resolve_target(output, ())
+    target = named_target(output)
     whole = _read_status(target)
     if whole is not None:
         return [whole]

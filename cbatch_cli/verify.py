@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cbatch_cli.assembly import (
@@ -16,24 +15,25 @@ from cbatch_cli.assembly import (
     print_nothing,
 )
 from cbatch_cli.config import ENGINE_FIELDS, JOB_FIELDS, EngineConfig, JobConfig
-from cbatch_cli.data.finished_rows import OutputSample, sample_output
-from cbatch_cli.data.job_input import open_job_input
-from cbatch_cli.data.output_target import resolve_target
+from cbatch_cli.data.finished_rows import WrittenRows, sample_output
+from cbatch_cli.data.output_target import named_target
 from cbatch_cli.data.parquet_file import METADATA_KEY, read_note
-from cbatch_cli.data.prompt_columns import PromptColumns, choose_prompt_columns
-from cbatch_cli.data.row import Row, RowResult
+from cbatch_cli.data.prompt_columns import PromptColumns
+from cbatch_cli.data.row import Row
 from cbatch_cli.errors import RowError, UsageError
 from cbatch_cli.generation import TextGeneration
 from cbatch_cli.request import Request, RequestKey, RequestOutput, SamplingParams
+from cbatch_cli.shard import WHOLE, Shard
 from cbatch_cli.text.prompts import PromptEncoder
 from cbatch_cli.text.templates import read_template
+from cbatch_cli.verify_prompts import BY_HAND, rows_of_input, rows_of_output
+from cbatch_cli.verify_result import find_difference
 
 NUM_ROWS = 16
 
 # Few at a time and in pieces, so that no row has the neighbours or the chunks that it had.
 _NUM_SEQS = 3
 _LEAST_BUDGET = 16
-_BY_HAND = "name the input with --input"
 
 
 def verify_output(
@@ -50,28 +50,29 @@ def verify_output(
 
     Rows are drawn by `seed`, those with an error left out. Their prompts are made from the columns
     of the output, or from `inputs`. `changes` are settings of this machine that go before those
-    recorded. Returns what was found, as plain values. Raises `UsageError` for what is no finished
-    output of a run, and where prompts cannot be made again.
+    recorded; a model that is among them may be another one, of which `warnings` in the result
+    tell. Returns what was found, as plain values. Raises `UsageError` for what is no finished
+    output of a run or has lost rows or columns, for a model or an input that is not that of the
+    run, and where prompts cannot be made again.
     """
-    target = resolve_target(output, ())
+    target = named_target(output)
     files = target.files() if target.path.exists() else []
     if not files:
         raise UsageError(f"{target.path} is not there, or not finished")
     note = read_note(files[-1], METADATA_KEY)
     if "totals" not in note:
         raise UsageError(f"{files[-1]} does not tell of a finished run of cbatch")
-    config = _recorded_config(note, inputs, changes or {}, str(files[-1]))
-    sample = sample_output(
-        files, num_rows=num_rows, seed=seed, with_token_ids=config.return_token_ids
-    )
-    rows, prompt = _rows_with_prompts(config, sample, from_input=bool(inputs))
-    commit = note["resolved"]["engine"].get("commit")
-    if commit is not None and config.model == note["config"]["model"]:
-        found = loader.identify(config.model)
-        if commit != found:
-            raise UsageError(
-                f"{config.model} was at {commit} when {target.path} was made, and is at {found}"
-            )
+    changes = {name: value for name, value in (changes or {}).items() if value is not None}
+    config = _recorded_config(note, inputs, changes, str(files[-1]))
+    written = _written_rows(note, config)
+    sample = sample_output(files, written, num_rows=num_rows, seed=seed)
+    rows, prompt = rows_of_input(config, sample, note) if inputs else rows_of_output(config, sample)
+    warnings = []
+    if (change := _model_change(note, config, loader, str(target.path))) is not None:
+        if "model" not in changes:
+            raise UsageError(f"{change}; name a model with -m to compare its answers all the same")
+        warnings.append(change)
+        log(f"warning: {change}")
     outputs: dict[int, RequestOutput] = {}
     if rows:
         log(f"loading {config.model}")
@@ -81,10 +82,11 @@ def verify_output(
     differences = [
         difference
         for entry in sample.answered
-        if (difference := _difference(entry.result, outputs[entry.row.index])) is not None
+        if (difference := find_difference(entry.result, outputs[entry.row.index])) is not None
     ]
     return {
         "output": str(target.path),
+        "model": config.model,
         "rows": sample.num_rows,
         "rows_failed": sample.num_failed,
         "rows_compared": len(rows),
@@ -92,37 +94,36 @@ def verify_output(
         "rows_different": len(differences),
         "compared": "token ids" if config.return_token_ids else "texts",
         "differences": [dataclasses.asdict(difference) for difference in differences],
+        "warnings": warnings,
     }
 
 
-def verify_text(result: Mapping[str, Any]) -> str:
-    """A few lines that say which rows differ, and where first.
-
-    `result` is what `verify_output` returns.
-    """
-    failed = result["rows_failed"]
-    lines = [
-        f"{result['output']}: {result['compared']} of {result['rows_compared']} of "
-        f"{result['rows']:,} rows compared, {result['rows_equal']} equal, "
-        f"{result['rows_different']} different"
-        + (f"; {failed:,} rows with an error were left out" if failed else "")
-    ]
-    for difference in result["differences"]:
-        lines.append(
-            f"row {difference['row_index']} differs from position {difference['position']} on: "
-            f"{difference['was']!r} in the output, {difference['now']!r} now"
-        )
-    return "\n".join([*lines, ""])
+def _written_rows(note: Mapping[str, Any], config: JobConfig) -> WrittenRows:
+    """What the metadata says of the rows; `config.shard` is that of the rows to run."""
+    totals = note["totals"]
+    shard = totals.get("shard")
+    return WrittenRows(
+        num_rows=totals["rows"],
+        num_failed=totals["rows_failed"],
+        rows_per_part=config.rows_per_part,
+        shard=WHOLE if shard is None else Shard(shard["index"], shard["count"]),
+        output_column=config.output_column,
+        with_token_ids=config.return_token_ids,
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Difference:
-    """Where an answer and the one made now first differ: a token's id, or a piece of text."""
-
-    row_index: int
-    position: int
-    was: int | str | None
-    now: int | str | None
+def _model_change(
+    note: Mapping[str, Any], config: JobConfig, loader: EngineLoader, output: str
+) -> str | None:
+    """A sentence on the model, if it is another one than the metadata names."""
+    name, commit = note["config"]["model"], note["resolved"]["engine"].get("commit")
+    recorded = note.get("identity", {}).get("model", commit)
+    if recorded is None:
+        return None
+    found = loader.identify(config.model)
+    if found == recorded:
+        return None
+    return f"{output} was made by {name} at {recorded}, and {config.model} is at {found}"
 
 
 def _recorded_config(
@@ -144,9 +145,8 @@ def _recorded_config(
         "scheduler": "continuous",
         "prefix_caching": False,
     }
-    given = {name: value for name, value in changes.items() if value is not None}
-    engine |= {name: value for name, value in given.items() if name in ENGINE_FIELDS}
-    recorded |= {name: value for name, value in given.items() if name in JOB_FIELDS}
+    engine |= {name: value for name, value in changes.items() if name in ENGINE_FIELDS}
+    recorded |= {name: value for name, value in changes.items() if name in JOB_FIELDS}
     recorded |= {"inputs": tuple(inputs) or recorded["inputs"], "shard": None}
     if inputs:
         # All columns may be needed, whatever was passed through.
@@ -158,43 +158,6 @@ def _recorded_config(
         return JobConfig(**recorded, engine=EngineConfig(**engine))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path} was made with other settings than there are: {error}") from None
-
-
-def _rows_with_prompts(
-    config: JobConfig, sample: OutputSample, *, from_input: bool
-) -> tuple[list[Row], PromptColumns]:
-    """The rows to run, and which of their columns make the prompt."""
-    if from_input:
-        source, prompt = open_job_input(config)
-        wanted = {entry.row.index for entry in sample.answered}
-        rows = []
-        for row in source.rows(prompt):
-            if row.index in wanted:
-                rows.append(row)
-                if len(rows) == len(wanted):
-                    break
-        if len(rows) < len(wanted):
-            raise UsageError(f"{', '.join(config.inputs)} has fewer rows than the output")
-        return rows, prompt
-    if not sample.column_names:
-        raise UsageError(
-            f"the output does not hold the prompts, for no column was kept; {_BY_HAND}"
-        )
-    try:
-        prompt = choose_prompt_columns(
-            sample.column_names,
-            prompt_column=config.prompt_column,
-            messages_column=config.messages_column,
-            has_template=config.template is not None,
-            is_openai=config.input_format == "openai" or _holds_openai(sample.column_names),
-        )
-    except UsageError as error:
-        raise UsageError(f"the output does not hold the prompts: {error}; {_BY_HAND}") from None
-    return [entry.row for entry in sample.answered], prompt
-
-
-def _holds_openai(names: Sequence[str]) -> bool:
-    return {"custom_id", "body", "url", "method"} <= set(names)
 
 
 def _run_again(
@@ -237,50 +200,10 @@ def _requests(encoder: PromptEncoder, rows: Sequence[Row]) -> Iterator[Request]:
     for row, encoded in zip(rows, encoder.encode(rows), strict=True):
         if isinstance(encoded, RowError):
             raise UsageError(
-                f"the prompt of row {row.index} cannot be made again: {encoded.message}; {_BY_HAND}"
+                f"the prompt of row {row.index} cannot be made again: {encoded.message}; {BY_HAND}"
             )
         yield Request(
             key=RequestKey(row.index),
             prompt_token_ids=encoded.token_ids,
             params=encoded.params,
         )
-
-
-def _difference(was: RowResult, now: RequestOutput) -> _Difference | None:
-    """Where the answers part; None if they do not. Raises `UsageError` for another prompt."""
-    if now.error is not None:
-        return _Difference(
-            row_index=was.row_index, position=0, was=was.completion, now=now.error.message
-        )
-    if was.metrics.prompt_tokens != now.metrics.prompt_tokens:
-        raise UsageError(
-            f"the prompt of row {was.row_index} had {was.metrics.prompt_tokens} tokens and has "
-            f"{now.metrics.prompt_tokens} now, so it is another prompt or tokenizer; {_BY_HAND}"
-        )
-    if was.token_ids is not None:
-        ids, new_ids = was.token_ids, now.token_ids
-        if ids == new_ids:
-            return None
-        position = _first_difference(ids, new_ids)
-        return _Difference(
-            row_index=was.row_index,
-            position=position,
-            was=ids[position] if position < len(ids) else None,
-            now=new_ids[position] if position < len(new_ids) else None,
-        )
-    text, new_text = was.completion or "", now.text or ""
-    if text == new_text:
-        return None
-    position = _first_difference(text, new_text)
-    end = position + 20
-    return _Difference(
-        row_index=was.row_index,
-        position=position,
-        was=text[position:end],
-        now=new_text[position:end],
-    )
-
-
-def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    places = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(places, min(len(one), len(other)))

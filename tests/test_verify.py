@@ -12,44 +12,15 @@ import pytest
 
 from cbatch_cli import api
 from cbatch_cli.cli import main
-from cbatch_cli.config import EngineConfig, build_job_config
+from cbatch_cli.config import EngineConfig
 from cbatch_cli.data.parquet_file import METADATA_KEY
 from cbatch_cli.errors import UsageError
-from cbatch_cli.job import run_job
 from cbatch_cli.merge import merge_shards
-from cbatch_cli.verify import verify_output, verify_text
+from cbatch_cli.verify import verify_output
+from cbatch_cli.verify_result import verify_text
 from tests.null_engine import NULL_LOADER, load_null_engine
 from tests.tiny_models import tiny_llama
-
-
-def run(folder: Path, rows: list[Any], *, output: str = "out.parquet", **options: Any) -> Path:
-    """An output of the rows; those that are not objects are lines as they are."""
-    source = folder / "in.jsonl"
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    source.write_text("\n".join(lines) + "\n")
-    settings = {"inputs": (str(source),), "output": f"{folder}/{output}", "max_tokens": 6}
-    run_job(build_job_config({**settings, "rows_per_part": 4, **options}), loader=NULL_LOADER)
-    return folder / output
-
-
-def rows_of(number: int) -> list[Any]:
-    return [{"prompt": f"p{i}", "more": {"nested": [i]}} for i in range(number)]
-
-
-def verify(path: Path, **options: Any) -> dict[str, Any]:
-    return verify_output(str(path), loader=NULL_LOADER, **options)
-
-
-def rewrite(path: Path, column: str, change: Any) -> None:
-    """The file with one column changed, and its notes kept."""
-    table = pq.read_table(path)
-    values = change(table.column(column).to_pylist())
-    number = table.column_names.index(column)
-    changed = table.set_column(number, column, pa.array(values, table.schema.field(column).type))
-    notes = pq.read_metadata(path).metadata
-    pq.write_table(
-        changed.replace_schema_metadata({**(table.schema.metadata or {}), **notes}), path
-    )
+from tests.verifying import rewrite, rows_of, run, verify
 
 
 def test_answers_that_are_equal(tmp_path: Path) -> None:
@@ -64,6 +35,8 @@ def test_answers_that_are_equal(tmp_path: Path) -> None:
         "rows_different": 0,
         "compared": "token ids",
         "differences": [],
+        "model": "gemma-3-270m",
+        "warnings": [],
     }
     assert verify_text(found) == (
         f"{path}: token ids of 16 of 42 rows compared, 16 equal, 0 different; 2 rows with an "
@@ -84,9 +57,9 @@ def test_one_changed_token_is_found(tmp_path: Path) -> None:
     found = verify(path, num_rows=9)
     assert (found["rows_equal"], found["rows_different"]) == (8, 1)
     assert found["differences"] == [
-        {"row_index": 5, "position": 3, "was": was[3] + 1, "now": was[3]}
+        {"row_index": 5, "field": "token_ids", "position": 3, "was": was[3] + 1, "now": was[3]}
     ]
-    assert "row 5 differs from position 3 on" in verify_text(found)
+    assert "row 5 differs from token 3 on" in verify_text(found)
 
 
 @pytest.mark.parametrize("text", ["", "other"])
@@ -173,6 +146,7 @@ def test_prompts_that_were_not_kept_come_from_the_input(tmp_path: Path) -> None:
     path = run(tmp_path, rows_of(12), columns="more", output="other.parquet")
     with pytest.raises(UsageError, match="no column is named .*; name the input with --input"):
         verify(path)
+    path = run(tmp_path, rows_of(12), output="kept.parquet")
     (tmp_path / "in.jsonl").write_text('{"prompt": "p0"}\n')
     with pytest.raises(UsageError, match="has fewer rows than the output"):
         verify(path, inputs=(source,))
@@ -253,8 +227,9 @@ def test_a_real_model_and_the_exit_status(
         return_token_ids=True,
     )
     moved = folder.rename(tmp_path / "moved")
-    assert main(["verify", str(path), "--rows", "5", "-q", "-m", str(moved)]) == 0
-    assert "token ids of 5 of 8 rows compared, 5 equal" in capsys.readouterr().out
+    assert main(["verify", str(path), "--rows", "5", "-m", str(moved)]) == 0
+    out, err = capsys.readouterr()
+    assert "token ids of 5 of 8 rows compared, 5 equal" in out and "warning" not in err
     rewrite(path, "token_ids", lambda column: [[7, *ids[1:]] for ids in column])
     assert main(["verify", str(path), "--json", "-m", str(moved)]) == 4
     out, err = capsys.readouterr()

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any
 
 from cbatch_cli.data.input_files import InputFile
+from cbatch_cli.data.json_text import dump_json
 from cbatch_cli.errors import ResumeMismatchError, UsageError
 
 EDGE_BYTES = 2**20
@@ -44,6 +45,11 @@ def file_place(file: InputFile) -> dict[str, Any]:
 def inputs_identity(files: Sequence[InputFile]) -> list[dict[str, Any]]:
     """`file_identity` of every file, in order."""
     return [file_identity(file) for file in files]
+
+
+def inputs_digest(identities: Sequence[Mapping[str, Any]]) -> str:
+    """What `inputs_identity` gives, in one short text."""
+    return blake2b(dump_json(identities), digest_size=16).hexdigest()
 
 
 def inputs_places(files: Sequence[InputFile]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -85,6 +86,52 @@ def output_schema(
         fields.append(pa.field(name, kind))
     # Schema metadata of the input (pandas, huggingface) describes columns that are no longer all.
     return pa.schema(fields)
+
+
+def find_own_columns(
+    schema: pa.Schema, *, path: Path, output_column: str, return_token_ids: bool
+) -> list[str]:
+    """The names that our columns have in the output at `path`, prefixes included.
+
+    Raises `UsageError` naming the column of ours that is missing, elsewhere or of another type.
+    """
+    own = output_schema(
+        pa.schema([]), output_column=output_column, return_token_ids=return_token_ids
+    )
+    # From the end, for ours are the last columns, and one of the input may have the name of ours.
+    num_left, missing = len(schema), []
+    for position, name in reversed(list(enumerate(own.names))):
+        if num_left and _is_own_name(schema.names[num_left - 1], name):
+            num_left -= 1
+        else:
+            missing.append(position)
+    expected = output_schema(
+        pa.schema(list(schema)[:num_left]),
+        output_column=output_column,
+        return_token_ids=return_token_ids,
+    )
+    fields = list(expected)[num_left:]
+    if missing:
+        if len(missing) > 1 and set(own.names) <= set(schema.names):
+            raise UsageError(f"{path} has its columns in another order than the run wrote them")
+        name = fields[missing[-1]].name
+        raise UsageError(
+            f"{path} has no column {name!r} behind those of the input, where the run wrote it"
+        )
+    for field, found in zip(fields, list(schema)[num_left:], strict=True):
+        if field.name != found.name:
+            raise UsageError(f"{path} has no column {field.name!r}, but {found.name!r}")
+        if field.type != found.type:
+            raise UsageError(
+                f"{path} has a column {field.name!r} of type {found.type}, not {field.type}"
+            )
+    return [field.name for field in fields]
+
+
+def _is_own_name(found: str, name: str) -> bool:
+    while found != name and found.startswith("cbatch_"):
+        found = found.removeprefix("cbatch_")
+    return found == name
 
 
 def to_record_batch(

@@ -120,25 +120,46 @@ def resolve_target(
     for a target that is among the inputs.
     """
     text = _default_output(inputs) if output is None else output
+    target = _parse_target(text, f"-o {text}")
+    if target is None:
+        raise UsageError(
+            f"-o {text} names neither a .parquet file nor a folder; "
+            f"use -o {text}.parquet, or -o {text}/ for a folder of parts"
+        )
+    if shard is not None:
+        target = target.of_shard(shard)
+    for name in inputs:
+        _check_is_no_input(target.path, name, is_directory=target.is_directory)
+    return target
+
+
+def named_target(text: str) -> OutputTarget:
+    """The output of a run that is the argument of a command; it need not be there.
+
+    Raises `UsageError` for a name that no output has.
+    """
+    target = _parse_target(text, text)
+    if target is None:
+        raise UsageError(
+            f"{text} names neither a .parquet file nor a folder, so it is no output of a run; "
+            "name what -o named, or the file that cbatch run wrote"
+        )
+    return target
+
+
+def _parse_target(text: str, shown: str) -> OutputTarget | None:
+    """The target with this name; None for one that is neither a Parquet file nor a folder."""
     path = Path(text)
     is_directory = text.endswith("/") or path.is_dir()
     if path.name in ("", ".."):
         path = path.resolve()
     if not path.name:
-        raise UsageError(f"-o {text} cannot be an output; choose a folder of its own")
+        raise UsageError(f"{shown} cannot be an output; choose a folder of its own")
     if not is_directory and path.suffix.lower() != ".parquet":
-        raise UsageError(
-            f"-o {text} names neither a .parquet file nor a folder; "
-            f"use -o {text}.parquet, or -o {text}/ for a folder of parts"
-        )
+        return None
     if is_directory and path.exists() and not path.is_dir():
-        raise UsageError(f"-o {text} ends in a slash, but {path} is a file")
-    target = OutputTarget(path=path, is_directory=is_directory)
-    if shard is not None:
-        target = target.of_shard(shard)
-    for name in inputs:
-        _check_is_no_input(target.path, name, is_directory=is_directory)
-    return target
+        raise UsageError(f"{shown} ends in a slash, but {path} is a file")
+    return OutputTarget(path=path, is_directory=is_directory)
 
 
 def _check_is_no_input(path: Path, name: str, *, is_directory: bool) -> None:
