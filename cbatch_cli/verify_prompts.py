@@ -15,9 +15,6 @@ from cbatch_cli.errors import UsageError
 
 BY_HAND = "name the input with --input"
 
-_LARGEST_EXACT = 2**53
-"""Integers beyond it are rounded in float64, some to infinity."""
-
 
 def rows_of_output(config: JobConfig, sample: OutputSample) -> tuple[list[Row], PromptColumns]:
     """The rows drawn, and which of the columns that the output kept make their prompts.
@@ -117,6 +114,4 @@ def _is_same(kept: Any, value: Any) -> bool:
         return all(_is_same(kept.get(key), value.get(key)) for key in {*kept, *value})
     if isinstance(kept, list) and isinstance(value, list):
         return len(kept) == len(value) and all(map(_is_same, kept, value))
-    if isinstance(kept, float) and isinstance(value, int) and abs(value) > _LARGEST_EXACT:
-        return kept > _LARGEST_EXACT if value > 0 else kept < -_LARGEST_EXACT
     return bool(kept == value)

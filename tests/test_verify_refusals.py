@@ -172,6 +172,13 @@ def test_a_column_of_ours_that_is_missing(tmp_path: Path, name: str, is_taken: b
         verify(path)
 
 
+def test_a_prefix_that_no_column_of_the_input_gives(tmp_path: Path) -> None:
+    path = run(tmp_path, rows_of(3))
+    rewrite_table(path, lambda t: t.rename_columns({"completion": "cbatch_completion"}))
+    with pytest.raises(UsageError, match="has no column 'completion', but 'cbatch_completion'"):
+        verify(path)
+
+
 def test_columns_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run(tmp_path, rows_of(3))
     rewrite_table(path, lambda table: table.select(table.column_names[::-1]))
@@ -284,7 +291,14 @@ ODD_VALUES: list[dict[str, Any]] = [
     {"a": 1, "b": {"x": 1, "y": "one"}, "c": [1, 2], "d": "plain", "e": 2**70, "s": 2},
     {"a": 2.5, "b": {"x": 2}, "c": [], "d": "ü", "e": -(2**70), "s": 2**62 + 1},
     {"a": 2**60 + 1, "b": None, "c": None, "d": None, "e": 3, "f": "later"},
-    {"a": "text", "b": [1], "c": {"z": [{"k": None}, 2**80]}, "d": 7, "e": None, "s": "no"},
+    {
+        "a": "text",
+        "b": [1],
+        "c": {"z": [{"k": None}, 2**80 + 1, 10**400]},
+        "d": 7,
+        "e": None,
+        "s": "no",
+    },
     {"b": {"x": 1e300, "z": True}, "c": [[1]], "d": "", "e": 10**400, "s": {"t": [1.5, None]}},
 ]
 USUAL = {"a": 1.0, "b": {"x": 1, "y": "one"}, "c": [1, 2], "d": "plain", "e": 1, "s": 1}
@@ -311,9 +325,12 @@ def test_messages_are_compared_whatever_keys_they_have(tmp_path: Path) -> None:
     path = run(tmp_path, [chat("a"), chat("b", name="n"), chat("c", tags=[])], template=template)
     assert verify(path, inputs=(str(tmp_path / "in.jsonl"),))["rows_equal"] == 3
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps(chat(text)) + "\n" for text in "axc"))
-    with pytest.raises(UsageError, match="row 1 of .* has another 'messages'"):
-        verify(path, inputs=(str(other),))
+    longer = {"messages": [*chat("b", name="n")["messages"], {"role": "user"}]}
+    for second in (chat("x"), longer):
+        chats = (chat("a"), second, chat("c", tags=[]))
+        other.write_text("".join(json.dumps(row) + "\n" for row in chats))
+        with pytest.raises(UsageError, match="row 1 of .* has another 'messages'"):
+            verify(path, inputs=(str(other),))
 
 
 @pytest.mark.parametrize("content", ["prompt,n\np0,\n,1\np2,x\n", "prompt\nä\n\nü\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -181,6 +181,7 @@ def _answered(path: Path, table: pa.Table, own: Sequence[str]) -> AnsweredRow:
         raise UsageError(f"row {values[0]} of {path} holds what no run writes: {error}") from None
     if len(own) > 5 and result.token_ids is None:
         raise UsageError(f"row {values[0]} of {path} has an answer and no {own[5]}")
+    # By the standard library, which reads integers of any size exactly.
     columns: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for field in list(table.schema)[: -len(own)]:
@@ -188,9 +189,9 @@ def _answered(path: Path, table: pa.Table, own: Sequence[str]) -> AnsweredRow:
             continue
         (value,) = to_python(table.column(field.name).combine_chunks())
         if note(field, EXTRA_KEY):
-            extra = {} if value is None else orjson.loads(value)
+            extra = {} if value is None else json.loads(value)
         elif value is not None and note(field, JSON_KEY):
-            columns[field.name] = orjson.loads(value)
+            columns[field.name] = json.loads(value)
         elif value is not None and note(field, INTEGER_KEY):
             columns[field.name] = int(value)
         else:
