@@ -68,7 +68,8 @@ def run_job(
 
     What an interrupted run of the same job has left is taken up; for a job that is done nothing
     is run, and its summary has `already_done` too. `on_progress` is called twice a second on a
-    thread of its own, `log` with single lines for people. On the main thread SIGINT and SIGTERM stop the run. Raises `CBatchError`.
+    thread of its own, `log` with single lines for people. On the main thread SIGINT and SIGTERM
+    stop the run. Raises `CBatchError`.
     """
     shard = resolve_shard(config.shard, os.environ)
     target = resolve_target(config.output, config.inputs, shard)

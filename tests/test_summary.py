@@ -33,6 +33,5 @@ def test_what_a_run_came_to() -> None:
 
 def test_times_of_an_earlier_run_are_said_to_be_its() -> None:
     lines = summary_text({**SUMMARY, "already_done": True}).splitlines()
-    assert [line.endswith(", in the run that made them") for line in lines] == [False] * 3 + [
-        True
-    ] * 2
+    marked = [line.endswith(", in the run that made them") for line in lines]
+    assert marked == [False, False, False, True, True]
