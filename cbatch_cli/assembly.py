@@ -68,6 +68,13 @@ def identify_model(name: str) -> str:
     return files.commit or folder_identity(files.folder)
 
 
+def check_settings(config: EngineConfig) -> None:
+    """Raise `UsageError`, as `load_engine` does, for what no model could run with here."""
+    from cbatch_cli.engine_checks import check_without_model
+
+    check_without_model(config)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
     """A model and its tokenizer, around which engines can be built, one at a time."""
@@ -147,12 +154,11 @@ def load_for_engines(
     Raises `ModelError` for a model that cannot be found or would not run correctly.
     """
     start = time.monotonic()
-    # Imported here: torch and transformers take seconds, and a bad option should be told at once.
-    from cbatch_cli.engine_checks import check_without_model
+    check_settings(config)
+    # Imported here: transformers takes seconds, and a bad option should be told at once.
     from cbatch_cli.models.loading import load_model, resolve_model
     from cbatch_cli.text.tokenizer import load_tokenizer
 
-    check_without_model(config)
     files = resolve_model(model_name)
     tokenizer = load_tokenizer(files.folder, trust_remote_code=config.trust_remote_code)
     model = load_model(
@@ -301,6 +307,8 @@ class EngineLoader:
 
     identify: Callable[[str], str] = identify_model
     load: Callable[[str, EngineConfig, Log], LoadedEngine] = load_engine
+    check: Callable[[EngineConfig], None] = lambda config: None
+    """Before a model is looked for, which may be downloaded or converted then."""
 
 
-DEFAULT_LOADER = EngineLoader()
+DEFAULT_LOADER = EngineLoader(check=check_settings)

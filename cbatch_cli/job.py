@@ -84,6 +84,8 @@ def run_job(
         stack.callback(tidy_spools, work_dir)
         source, prompt = open_job_input(config, spool_dir=work_dir.path)
         template = None if config.template is None else read_template(config.template)
+        if not work_dir.has_run:
+            loader.check(config.engine)
         plan = plan_run(
             config,
             work_dir=work_dir,

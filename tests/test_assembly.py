@@ -9,6 +9,7 @@ import pytest
 from cbatch_kernels import cpu_library, cpu_linear
 
 from cbatch_cli.assembly import LoadedModel, load_for_engines
+from cbatch_cli.cli import main
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine_checks import check_without_model
 from cbatch_cli.errors import UsageError
@@ -118,6 +119,18 @@ def test_what_the_machine_does_not_have_is_told_before_a_model_is_looked_for(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=message):
         load_for_engines("/there/is/no/model", EngineConfig(**{"device": "cpu", **settings}))
+
+
+def test_a_job_does_not_look_for_its_model_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have to be downloaded, or to be converted for a minute."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    options = ["-m", "/no/model", "-o", str(tmp_path / "out.parquet"), "--device", "cpu"]
+    assert main(["run", str(prompts), *options, "--cuda-graphs"]) == 2
+    assert "--cuda-graphs is not possible" in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet.cbatch").exists()
 
 
 @pytest.mark.parametrize(
