@@ -68,6 +68,13 @@ def identify_model(name: str) -> str:
     return files.commit or folder_identity(files.folder)
 
 
+def check_settings(config: EngineConfig) -> None:
+    """Raise `UsageError`, as `load_engine` does, for what no model could run with here."""
+    from cbatch_cli.engine_checks import check_without_model
+
+    check_without_model(config)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
     """A model and its tokenizer, around which engines can be built, one at a time."""
@@ -80,6 +87,8 @@ class LoadedModel:
     fusion: FusionReport | None
     invariance: InvarianceReport | None = None
     """What `--deterministic` replaced on a GPU; on a CPU fused layers do what it asks for."""
+    batch_invariant: bool = False
+    """Whether a row's logits have the same bits whatever runs beside it."""
 
     def build_engine(self, config: EngineConfig, log: Log = print_nothing) -> LoadedEngine:
         """An engine with a KV cache of its own; the one before it must not be used any more.
@@ -98,13 +107,15 @@ class LoadedModel:
                 "vocab_size": self.model.vocab_size,
                 "dtype": dtype_name(self.model.dtype),
                 "device": str(self.model.device),
+                "quantization": config.quantization,
                 "kv_cache_dtype": dtype_name(resolve_kv_dtype(self.model, config)),
                 "scheduler": config.scheduler,
                 "prefix_caching": config.prefix_caching,
                 "seed": config.seed,
                 "attention_backend": self.model.attention_backend,
                 "fusion": None if self.fusion is None else self.fusion.as_dict(),
-                "batch_invariant": None if self.invariance is None else self.invariance.as_dict(),
+                "batch_invariant": self.batch_invariant,
+                "fixed_tiles": None if self.invariance is None else self.invariance.as_dict(),
                 **dataclasses.asdict(limits),
             },
             load_s=self.load_s + time.monotonic() - start,
@@ -143,7 +154,8 @@ def load_for_engines(
     Raises `ModelError` for a model that cannot be found or would not run correctly.
     """
     start = time.monotonic()
-    # Imported here: torch and transformers take seconds, and a bad option should be told at once.
+    check_settings(config)
+    # Imported here: transformers takes seconds, and a bad option should be told at once.
     from cbatch_cli.models.loading import load_model, resolve_model
     from cbatch_cli.text.tokenizer import load_tokenizer
 
@@ -169,6 +181,7 @@ def load_for_engines(
         trust_remote_code=config.trust_remote_code,
         fusion=fusion,
         invariance=invariance,
+        batch_invariant=_is_batch_invariant(config, fusion),
     )
 
 
@@ -227,28 +240,34 @@ def _fuse(
     """
     from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 
+    from cbatch_cli.engine_checks import needs_fused_layers, require_float32_on_cpu
     from cbatch_cli.models.fusion import fuse_layers
 
     mode: LinearMode = "fast" if config.deterministic is False else "deterministic"
-    wanted = "--deterministic" if config.deterministic else None
     if config.quantization != "none":
-        mode, wanted = config.quantization, f"--quantization {config.quantization}"
+        mode = config.quantization
+    wanted = needs_fused_layers(config)
+    require_float32_on_cpu(config, model.attention_backend, model.device, model.dtype)
     is_float32_on_cpu = model.device.type == "cpu" and str(model.dtype) == "torch.float32"
-    if not is_float32_on_cpu and wanted is not None:
-        also = "" if config.quantization != "none" else ", or Triton's attention on a GPU"
-        raise UsageError(f"{wanted} needs a float32 model on a CPU{also}")
     if is_float32_on_cpu and kernels is None:
         try:
             kernels = load_kernels()
         except KernelsUnavailable as error:
-            if wanted is not None:
-                raise UsageError(f"{wanted} needs the compiled CPU kernels: {error}") from None
             log(f"the compiled CPU kernels are not in use: {error}")
     report = fuse_layers(model, mode=mode, kernels=kernels)
     if wanted is not None and report.num_fused < report.num_layers:
         reasons = ", ".join(report.reasons)
         raise UsageError(f"{wanted} needs every layer to be fused, which failed: {reasons}")
     return report
+
+
+def _is_batch_invariant(config: EngineConfig, fusion: FusionReport | None) -> bool:
+    """Whether a row's bits hang on it alone: where that was not asked for, layers may differ."""
+    if fusion is None:
+        return True  # kernels with fixed tiles
+    has_own_products = config.quantization != "none" or config.deterministic is not False
+    is_whole = fusion.operations == "compiled" and fusion.num_fused == fusion.num_layers
+    return has_own_products and is_whole
 
 
 def resolve_sampling(
@@ -288,6 +307,8 @@ class EngineLoader:
 
     identify: Callable[[str], str] = identify_model
     load: Callable[[str, EngineConfig, Log], LoadedEngine] = load_engine
+    check: Callable[[EngineConfig], None] = lambda config: None
+    """Before a model is looked for, which may be downloaded or converted then."""
 
 
-DEFAULT_LOADER = EngineLoader()
+DEFAULT_LOADER = EngineLoader(check=check_settings)

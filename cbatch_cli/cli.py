@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(given, prog_name="cbatch", standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "cbatch")
-        print_error(f"{error.format_message()} (see {command} --help)")
+        # Typer reads choices by pydantic, which begins what it says like this.
+        message = error.format_message().replace(": Value error, ", ": ", 1)
+        print_error(f"{message} (see {command} --help)")
         return EXIT_USAGE
     return int(status or 0)
 

@@ -22,6 +22,15 @@ _SECTIONS = ("Benchmark", "Input", "Prompts", "Sampling", "Engine", "Output", "T
 class SectionedCommand(TyperCommand):
     """A command whose plain help lists its options under headings, without loading rich."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; an error in them names the command, which its parser does not."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What follows the command's name on the usage line."""
         arguments = (p for p in self.get_params(ctx) if p.param_type_name == "argument")

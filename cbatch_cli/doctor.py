@@ -14,7 +14,7 @@ from cbatch_cli.assembly import Log, load_for_engines, print_nothing
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.cpu_defaults import defaults_of_machine
 from cbatch_cli.engine.memory import available_memory
-from cbatch_cli.engine_setup import dtype_name, resolve_kv_dtype
+from cbatch_cli.engine_setup import dtype_name, resolve_block_size, resolve_kv_dtype
 
 if TYPE_CHECKING:
     from cbatch_kernels.cpu_library import CPUKernels
@@ -162,10 +162,11 @@ def _kv_facts(model: HFModel, config: EngineConfig) -> dict[str, Any]:
     from cbatch_cli.engine.kv_cache import kv_cost
 
     context_len = min(_LONG_CONTEXT, model.max_model_len)
-    dtype = resolve_kv_dtype(model, config)
-    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=16, dtype=dtype)
+    dtype, block_size = resolve_kv_dtype(model, config), resolve_block_size(model, config)
+    cost = kv_cost(model.layer_specs, context_len=context_len, block_size=block_size, dtype=dtype)
     return {
         "dtype": dtype_name(dtype),
+        "block_size": block_size,
         "context_len": context_len,
         "bytes_per_token": round(cost.bytes_per_token),
         "uniform_bytes_per_token": round(cost.uniform_bytes_per_token),
@@ -174,7 +175,10 @@ def _kv_facts(model: HFModel, config: EngineConfig) -> dict[str, Any]:
 
 def _kv_line(facts: Mapping[str, Any]) -> str:
     kept, uniform = facts["bytes_per_token"], facts["uniform_bytes_per_token"]
-    line = f"{facts['dtype']}, {kept:,} bytes per token at a length of {facts['context_len']:,}"
+    line = (
+        f"{facts['dtype']} in blocks of {facts['block_size']}, {kept:,} bytes per token at a "
+        f"length of {facts['context_len']:,}"
+    )
     return line if kept == uniform else f"{line}; {uniform:,} without windows"
 
 

@@ -29,6 +29,7 @@ def describe_job(config: JobConfig) -> dict[str, Any]:
     return {
         "inputs": list(config.inputs),
         "rows": source.num_rows,
+        "limit": config.limit,
         "prompt": _describe_prompt(prompt),
         "output": str(target.path),
         "output_columns": {field.name: str(field.type) for field in schema},
@@ -39,11 +40,12 @@ def describe_job(config: JobConfig) -> dict[str, Any]:
 
 def dry_run_text(description: dict[str, Any]) -> str:
     """The description for people, one line each."""
-    rows = description["rows"]
+    rows, limit = description["rows"], description["limit"]
+    at_most = "" if limit is None else f", at most {limit:,}"
     sampling = [f"{name}={value!r}" for name, value in description["sampling"].items()]
     lines = {
         "inputs": ", ".join(description["inputs"]),
-        "rows": "not known before they are read" if rows is None else f"{rows:,}",
+        "rows": f"not known before they are read{at_most}" if rows is None else f"{rows:,}",
         "prompt": description["prompt"],
         "output": description["output"],
         "columns": ", ".join(description["output_columns"]),

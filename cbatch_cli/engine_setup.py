@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch_cli.config import EngineConfig
-from cbatch_cli.cpu_defaults import BUILT_IN, defaults_for
+from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults, defaults_for
 from cbatch_cli.engine.admission import ContinuousAdmission, StaticAdmission
 from cbatch_cli.engine.core import EngineCore
 from cbatch_cli.engine.kv_blocks import KVBlocks
@@ -185,6 +185,30 @@ def resolve_kv_dtype(model: HFModel, config: EngineConfig) -> torch.dtype:
     )
 
 
+def resolve_block_size(model: HFModel, config: EngineConfig) -> int:
+    """Token positions in a KV block of an engine with these settings."""
+    kv_dtype = resolve_kv_dtype(model, config)
+    return _block_size(config, model, _cpu_defaults(model, config, kv_dtype, print_nothing))
+
+
+def _block_size(config: EngineConfig, model: HFModel, on_cpu: CPUDefaults) -> int:
+    return config.block_size or (16 if model.device.type == "cuda" else on_cpu.block_size)
+
+
+def _cpu_defaults(
+    model: HFModel, config: EngineConfig, kv_dtype: torch.dtype, log: Log
+) -> CPUDefaults:
+    """The sizes that nobody gives: measured ones are for our kernels."""
+    if model.attention_backend != "cpu":
+        return BUILT_IN
+    return defaults_for(
+        quantization=config.quantization,
+        dtype=dtype_name(model.dtype),
+        kv_dtype=dtype_name(kv_dtype),
+        log=log,
+    )
+
+
 def _kv_scales(model: HFModel, kv_dtype: torch.dtype, log: Log) -> Mapping[int, KVScales]:
     """By the layer's index, for a cache of eight bits; 1 where the checkpoint says nothing."""
     from cbatch_cli.attention.cache_dtype import is_fp8, scales_for
@@ -214,20 +238,13 @@ def _resolve_limits(
     from cbatch_cli.engine.kv_cache import block_bytes, fit_num_blocks
 
     on_gpu = model.device.type == "cuda"
-    on_cpu = BUILT_IN
-    if model.attention_backend == "cpu":
-        on_cpu = defaults_for(
-            quantization=config.quantization,
-            dtype=dtype_name(model.dtype),
-            kv_dtype=dtype_name(kv_dtype),
-            log=log,
-        )
+    on_cpu = _cpu_defaults(model, config, kv_dtype, log)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else on_cpu.max_num_batched_tokens)
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else on_cpu.max_num_seqs)
     if max_num_seqs > budget:
         log(f"max_num_seqs {max_num_seqs} is cut to {budget}, the tokens of one step")
         max_num_seqs = budget
-    block_size = config.block_size or (16 if on_gpu else on_cpu.block_size)
+    block_size = _block_size(config, model, on_cpu)
 
     def free_memory() -> int:
         if not on_gpu:

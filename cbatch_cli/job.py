@@ -68,8 +68,9 @@ def run_job(
     """Run one job to its end and return its summary. Rows that fail do not raise.
 
     What an interrupted run of the same job has left is taken up; for a job that is done nothing
-    is run. `on_progress` is called twice a second on a thread of its own, `log` with single lines
-    for people. On the main thread SIGINT and SIGTERM stop the run. Raises `CBatchError`.
+    is run, and its summary has `already_done` too. `on_progress` is called twice a second on a
+    thread of its own, `log` with single lines for people. On the main thread SIGINT and SIGTERM
+    stop the run. Raises `CBatchError`.
     """
     shard = resolve_shard(config.shard, os.environ)
     target = resolve_target(config.output, config.inputs, shard)
@@ -84,6 +85,8 @@ def run_job(
         stack.callback(tidy_spools, work_dir)
         source, prompt = open_job_input(config, spool_dir=work_dir.path)
         template = None if config.template is None else read_template(config.template)
+        if not work_dir.has_run:
+            loader.check(config.engine)
         plan = plan_run(
             config,
             work_dir=work_dir,
@@ -103,7 +106,7 @@ def run_job(
             if errors_file is not None:
                 log(write_failed_rows(errors_file, config, target, source, prompt).text)
             plan.end(work_dir, plan.settled or {}, plan.summary)
-            return plan.summary
+            return {**plan.summary, "already_done": True}
         passthrough = source.arrow_schema(prompt)
         schema = output_schema(
             passthrough,
@@ -118,7 +121,7 @@ def run_job(
             vocab_size=engine.description.get("vocab_size"),
         )
         log(f"sampling: {_describe(params)}")
-        settled = settled_by_model(params, engine.description.get("dtype"))
+        settled = settled_by_model(params, engine.description)
         encoder = PromptEncoder(
             tokenizer=engine.tokenizer,
             prompt=prompt,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from cbatch_cli import __version__
 from cbatch_cli.data import durable_io
+from cbatch_cli.data.fingerprint import differences
 from cbatch_cli.data.merged_output import ShardRows, write_merged
 from cbatch_cli.data.output_target import OutputTarget, named_target
 from cbatch_cli.data.parquet_file import METADATA_KEY, read_note
@@ -116,7 +117,7 @@ def _check_same_job(done: Sequence[_DoneShard]) -> None:
                 f"{other.target.path} is not the shard that its name says: it is "
                 f"{other.run['fingerprint'].get('shard')}"
             )
-        differing = sorted(_differing(first.run, other.run))
+        differing = differences(first.run, other.run)
         if differing:
             raise ResumeMismatchError(
                 f"{first.target.path} and {other.target.path} are of different jobs: "
@@ -127,13 +128,6 @@ def _check_same_job(done: Sequence[_DoneShard]) -> None:
                 f"{first.target.path} was made of {_rows_of_input(first)} rows of input, "
                 f"{other.target.path} of {_rows_of_input(other)}"
             )
-
-
-def _differing(run: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for part in ("fingerprint", "settled"):
-        for name in run[part].keys() | other[part].keys():
-            if name != "shard" and run[part].get(name) != other[part].get(name):
-                yield name
 
 
 def _merge(

@@ -16,7 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch_cli.config import JobConfig
-from cbatch_cli.data.fingerprint import inputs_identity, inputs_places, require_same
+from cbatch_cli.data.fingerprint import (
+    as_begun,
+    inputs_identity,
+    inputs_places,
+    require_same,
+    require_same_settled,
+)
 from cbatch_cli.data.output_target import OutputTarget
 from cbatch_cli.data.parquet_file import METADATA_KEY
 from cbatch_cli.data.parquet_results import ParquetResults
@@ -64,6 +70,8 @@ class RunPlan:
     """Of a job that is done: nothing is to be run."""
     settled: Mapping[str, Any] | None = None
     """What the first run settled only once the model was loaded; None for a new job."""
+    undecided: list[str] = field(default_factory=list)
+    """Settings that the model tells whether they are those of the first run."""
     retry_errors: bool = False
     parts: dict[int, PartInfo] = field(default_factory=dict)
     """Parts whose rows are left alone, by number."""
@@ -98,7 +106,7 @@ class RunPlan:
         Raises `ResumeMismatchError` if the model has settled something else than before.
         """
         if self.settled is not None:
-            require_same(settled, self.settled, output=str(target.path))
+            require_same_settled(settled, self.settled, self.undecided, output=str(target.path))
         if self.is_new:
             work_dir.start_over()
             target.clear()
@@ -189,7 +197,10 @@ def plan_run(
         is_in_our_way = earlier is not None and summary is None
         target.prepare(overwrite=config.overwrite or is_in_our_way)
         return plan
-    require_same(fingerprint, earlier["fingerprint"], output=str(target.path))
+    plan.fingerprint, plan.undecided = as_begun(
+        fingerprint, earlier["fingerprint"], earlier["settled"], is_done=summary is not None
+    )
+    require_same(plan.fingerprint, earlier["fingerprint"], output=str(target.path))
     plan.is_new = False
     plan.settled = earlier["settled"]
     plan.overwrite = earlier["overwrite"]
@@ -272,10 +283,16 @@ def done_summary(run: Mapping[str, Any], target: OutputTarget) -> dict[str, Any]
     return metadata["totals"] if metadata.get("run_id") == run["run_id"] else None
 
 
-def settled_by_model(sampling: Any, dtype: str | None) -> dict[str, Any]:
-    """What the answers depend on that only a loaded model tells."""
+def settled_by_model(sampling: Any, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What the answers depend on that only a loaded model tells; `engine` describes its engine."""
     fields = {name: _plain(value) for name, value in dataclasses.asdict(sampling).items()}
-    return {"resolved sampling": fields, "resolved dtype": dtype}
+    return {
+        "resolved sampling": fields,
+        "resolved dtype": engine.get("dtype"),
+        "resolved kv_cache_dtype": engine.get("kv_cache_dtype"),
+        "resolved deterministic": engine.get("batch_invariant"),
+        "resolved max_model_len": engine.get("max_model_len"),
+    }
 
 
 def _plain(value: Any) -> Any:

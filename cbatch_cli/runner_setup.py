@@ -6,11 +6,11 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable, load_kernels
 
-from cbatch_cli.attention.backend import AttentionBackend
+from cbatch_cli.attention.backend import AttentionBackend, AttentionBackendName
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.engine.client import ModelRunner, OverlappingRunner
 from cbatch_cli.engine.cuda_graphs import graph_sizes
@@ -22,9 +22,23 @@ from cbatch_cli.engine.sampler import Sampler
 from cbatch_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from cbatch_cli.models.hf_model import HFModel
 
 Log = Callable[[str], None]
+
+
+class Placed(Protocol):
+    """A model, or what is known of where one is going to run."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def attention_backend(self) -> AttentionBackendName:
+        """What its attention runs on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +70,7 @@ class RunnerSizes:
         return -(-self.max_sequence_tokens // self.block_size)
 
 
-def resolve_features(config: EngineConfig, model: HFModel, log: Log) -> RunnerFeatures:
+def resolve_features(config: EngineConfig, model: Placed, log: Log) -> RunnerFeatures:
     """What the configuration asks for and the device has.
 
     Raises `UsageError` where something is asked for that cannot be.
@@ -170,7 +184,7 @@ def _triton_sampling_kernels() -> SamplingKernels:
     return kernels  # type: ignore[no-any-return]
 
 
-def _why_not_beside_the_cpu(model: HFModel) -> str | None:
+def _why_not_beside_the_cpu(model: Placed) -> str | None:
     if model.device.type != "cuda":
         return f"the model runs on {model.device.type}, not on a GPU"
     if importlib.util.find_spec("triton") is None:

@@ -11,13 +11,14 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
     `summary` is the object that `--json` prints.
     """
+    made = ", in the run that made them" if summary.get("already_done") else ""
     lines = {
         "answers": summary["output"],
         "rows": f"{summary['rows']:,}: {summary['rows_ok']:,} ok, {_failures(summary)}",
         "tokens": f"{summary['prompt_tokens']:,} in, {summary['output_tokens']:,} out",
         "speed": f"{summary['output_tokens_per_s']:,.1f} tokens/s out, "
-        f"{summary['total_tokens_per_s']:,.1f} in and out",
-        "time": f"{summary['wall_s']:.1f} s, and {summary['load_s']:.1f} s to load the model",
+        f"{summary['total_tokens_per_s']:,.1f} in and out{made}",
+        "time": f"{summary['wall_s']:.1f} s, and {summary['load_s']:.1f} s to load the model{made}",
     }
     return "\n".join(f"{name:<8} {value}" for name, value in lines.items())
 

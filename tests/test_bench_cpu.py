@@ -37,6 +37,7 @@ from cbatch_cli.bench.timed_kernels import (
     Work,
     attention_work,
 )
+from cbatch_cli.bench.workload import Workload
 from cbatch_cli.cli import main
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults
@@ -50,7 +51,7 @@ VOCAB = 100
 CEILINGS = Ceilings(read_bytes=10.0, float32_flops=100.0, w8a16_flops=200.0, w8a8_flops=400.0)
 TINY = CPUSizes(
     ceilings=CeilingSizes(read_bytes=4096, rows=4, columns=32, depth=16, num_trials=2),
-    sweep=SweepLimits(seconds=10.0, num_rounds=2),
+    sweep_seconds_per_round=5.0,
 )
 
 
@@ -244,9 +245,9 @@ def test_ceilings_are_of_what_is_there(kernels: CPUKernels) -> None:
     assert ceilings.float32_by in ("our packed product", "torch's product")
 
 
-def settings(folder: Path, **engine: object) -> SuiteSettings:
+def settings(folder: Path, *, repeat: int = 2, **engine: object) -> SuiteSettings:
     rows = build_bench_config({"model": str(folder), **engine}, num_prompts=4)
-    return SuiteSettings(engine=rows.job.engine, model=str(folder), repeat=2, rows=rows)
+    return SuiteSettings(engine=rows.job.engine, model=str(folder), repeat=repeat, rows=rows)
 
 
 def test_the_whole_suite_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +276,41 @@ def test_the_whole_suite_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Mon
     text = suite_table(result)
     assert text.startswith("suite cpu, ") and "best over the built-in" in text
     assert any("run 2 of 2" in line for line in lines)
+    assert any("round 2 of 2" in line for line in lines)
+
+
+def test_the_settings_are_swept_as_often_as_is_said_and_on_rows_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_defaults, "_folder", lambda: tmp_path / "stored")
+    folder = tiny_llama(tmp_path / "llama")
+    lines: list[str] = []
+    *_, swept = measure_sizes(settings(folder, repeat=1), lines.append, sizes=TINY)
+    rounds = [line for line in lines if line.startswith("sweep: round")]
+    assert len(rounds) == 1 and rounds[0].startswith("sweep: round 1 of 1 took")
+    rows = "128 rows: those of made up, seed 0 over and over"
+    assert any(line.startswith(f"sweep: 1 round of 5 settings on {rows}") for line in lines)
+    assert swept.title.startswith(f"Settings, on {rows}")
+    assert swept.title.endswith("; 1 round, tokens in and out, no prefix caching")
+    assert swept.measurements[-1].note == "nothing is stored, which takes --repeat 2 or more"
+    assert not (tmp_path / "stored").exists()
+
+
+def test_a_sweep_has_time_by_its_rounds() -> None:
+    """The rows of one round are cut as those of many are."""
+    shares = [SweepLimits(num_rounds=n).seconds / n for n in (1, 3, 10)]
+    assert shares == [100.0] * 3
+
+
+def test_what_is_cut_of_the_rows_is_told() -> None:
+    rows = [
+        Request(key=RequestKey(row), prompt_token_ids=(1,), params=SamplingParams(max_tokens=1))
+        for row in range(3)
+    ]
+    workload = Workload(name="a.jsonl", requests=tuple(rows))
+    assert cpu_suite._rows_text(workload, 3, 1.0) == "3 rows: those of a.jsonl"
+    cut = "128 rows: those of a.jsonl over and over, cut to 25% of their tokens"
+    assert cpu_suite._rows_text(workload, 128, 0.25) == cut
 
 
 @pytest.mark.parametrize(
@@ -329,7 +365,7 @@ def swept(rates: dict[CPUDefaults, list[float]], *, seconds: float = 1e9, run_s:
         now += run_s
         return next(remaining[candidate])
 
-    limits = SweepLimits(seconds=seconds, num_rounds=3)
+    limits = SweepLimits(seconds_per_round=seconds / 3, num_rounds=3)
     candidates = [one for one in (SMALL, LARGE, MANY) if one in rates]
     return sweep(candidates, measure, limits, no_log, clock=lambda: now)
 
@@ -337,7 +373,7 @@ def swept(rates: dict[CPUDefaults, list[float]], *, seconds: float = 1e9, run_s:
 def test_only_a_clear_winner_replaces_what_is_built_in() -> None:
     base = [100.0, 100.0, 100.0]
     found = swept({BUILT_IN: base, SMALL: [104.0] * 3, LARGE: [90.0] * 3})
-    assert found.best == BUILT_IN and found.speedup == 1.0 and found.was_enough
+    assert found.best == BUILT_IN and found.speedup == 1.0 and found.num_rounds == 3
     assert found.rates == {BUILT_IN: 100.0, SMALL: 104.0, LARGE: 90.0}
     found = swept({BUILT_IN: base, SMALL: [106.0] * 3, LARGE: [110.0, 108.0, 120.0]})
     assert found.best == LARGE and found.speedup == pytest.approx(1.1)
@@ -359,7 +395,7 @@ def test_a_sweep_ends_in_time() -> None:
     assert swept(rates, seconds=7.0).best == SMALL
     assert swept(rates, seconds=4.0).best == SMALL
     found = swept(rates, seconds=3.9)
-    assert found.best == BUILT_IN and not found.was_enough
+    assert found.best == BUILT_IN and found.num_rounds == 1
     assert found.rates == {BUILT_IN: 100.0, SMALL: 120.0}
 
 
@@ -398,9 +434,9 @@ def test_rows_are_repeated_until_they_fill_every_setting() -> None:
     assert len(repeated(rows)) == 128
 
 
-def outcome_of(found: object, fixed: tuple[str, ...] = ()) -> str:
+def outcome_of(found: object, fixed: tuple[str, ...] = (), num_rounds: int = 3) -> str:
     key = cpu_defaults.key_for(quantization="none", dtype="float32", kv_dtype="float32")
-    return cpu_suite._keep(key, found, fixed)  # type: ignore[arg-type]
+    return cpu_suite._keep(key, found, fixed, SweepLimits(num_rounds=num_rounds))  # type: ignore[arg-type]
 
 
 def test_what_is_made_of_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +446,7 @@ def test_what_is_made_of_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     nothing = swept({BUILT_IN: [100.0] * 3})
     assert outcome_of(nothing) == "the built-in settings stay"
     assert "second round" in outcome_of(swept({BUILT_IN: [1.0]}, seconds=0.5))
+    assert "--repeat 2" in outcome_of(swept({BUILT_IN: [1.0] * 3}), num_rounds=1)
     assert not (tmp_path / "stored").exists()
     outcome = outcome_of(winner)
     (path,) = (tmp_path / "stored").iterdir()

@@ -71,7 +71,9 @@ def test_the_command_prints_the_table_and_writes_the_file(
     path.unlink()
     monkeypatch.setattr("cbatch_cli.bench.gpu_suite.measure", interrupted)
     assert main(["bench", "--suite", "gpu", "--json-file", str(path)]) != 0
-    assert json.loads(path.read_text())["sections"] == result["sections"], "what was measured stays"
+    left = json.loads(path.read_text())
+    assert left["sections"] == result["sections"], "what was measured stays"
+    assert result["complete"] is True and left["complete"] is False
     missing = tmp_path / "none" / "suite.json"
     assert main(["bench", "--suite", "gpu", "--json-file", str(missing)]) == 2
     assert "there is no folder" in capsys.readouterr().err

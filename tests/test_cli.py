@@ -291,7 +291,9 @@ def test_warnings_of_libraries_are_shown_on_demand(job: Any) -> None:
             ["run", "a", "--max-tokens", "0"],
             "max_tokens must be an integer at least 1 and at most 2147483647, not 0",
         ),
-        (["run", "a", "--dtype", "int8"], "'--dtype'"),
+        (["run", "a", "--dtype", "int8"], "Invalid value for '--dtype': 'int8' is not one of "),
+        (["run", "a", "--quantization"], "requires an argument. (see cbatch run --help)"),
+        (["doctor", "--device"], "requires an argument. (see cbatch doctor --help)"),
         (["run", "a", "--kv-cache-memory", "x"], "kv_cache_memory must be a size such as 4GiB"),
         (["run", "a", "--max-errors", "x"], "max_errors must be a number of rows or a percentage"),
         (["run", "a", "--shard", "4/4"], "shard must be i/n with 0 <= i < n, not 4/4"),
@@ -361,6 +363,17 @@ def test_dry_run_opens_the_input_and_runs_nothing(
     assert lines["sampling"] == "top_k=3"
     assert lines["output"].endswith(f"{name.partition('.')[0]}.results.parquet")
     assert (err, configs) == ("", [])
+
+
+def test_dry_run_tells_of_a_limit(capsys: Any) -> None:
+    name = str(SAMPLES / "prompts.jsonl")
+    assert main(["run", name, "--limit", "1200", "--dry-run"]) == 0
+    assert "rows     not known before they are read, at most 1,200\n" in capsys.readouterr().out
+    assert main(["run", str(SAMPLES / "prompts.parquet"), "--limit", "4", "--dry-run"]) == 0
+    assert "rows     4\n" in capsys.readouterr().out
+    assert main(["run", name, "--limit", "4", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["limit"]) == (None, 4)
 
 
 def test_dry_run_for_programs_and_its_errors(capsys: Any) -> None:

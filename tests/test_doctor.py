@@ -12,10 +12,14 @@ import torch
 import transformers
 from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 
+from cbatch_cli import cpu_defaults
 from cbatch_cli import doctor as doctor_module
+from cbatch_cli.assembly import load_for_engines
 from cbatch_cli.attention.metadata import LayerSpec
 from cbatch_cli.cli import main
-from cbatch_cli.engine.kv_cache import KVCache
+from cbatch_cli.config import EngineConfig
+from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults, key_for, store_defaults
+from cbatch_cli.engine.kv_cache import KVCache, kv_cost
 from cbatch_cli.engine.kv_groups import one_group
 from cbatch_cli.engine.memory import available_memory
 from tests.tiny_models import save_tiny_model
@@ -137,6 +141,36 @@ def test_bytes_of_a_token_are_those_of_the_cache(
     sizes = [tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in layer]
     assert model["kv_cache"]["uniform_bytes_per_token"] == sum(sizes)
     assert model["kv_cache"]["bytes_per_token"] == sum(sizes), "no layer has a window"
+
+
+def test_a_token_takes_what_it_takes_in_the_blocks_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_defaults, "_folder", lambda: tmp_path / "none")
+    save_tiny_model("gemma3", tmp_path / "model")
+    options = ["-m", str(tmp_path / "model"), *ON_CPU]
+
+    def bytes_per_token(block_size: int) -> int:
+        cache = facts(capsys, *options)["model"]["kv_cache"]
+        assert cache["block_size"] == block_size
+        model = load_for_engines(str(tmp_path / "model"), EngineConfig(device="cpu")).model
+        cost = kv_cost(
+            model.layer_specs,
+            context_len=cache["context_len"],
+            block_size=block_size,
+            dtype=torch.float32,
+        )
+        assert cache["bytes_per_token"] == round(cost.bytes_per_token)
+        assert f"float32 in blocks of {block_size}, " in doctor(capsys, *options)
+        return round(cost.bytes_per_token)
+
+    default = bytes_per_token(BUILT_IN.block_size)
+    monkeypatch.setenv("CBATCH_BLOCK_SIZE", "16")
+    assert bytes_per_token(16) < default
+    monkeypatch.delenv("CBATCH_BLOCK_SIZE")
+    key = key_for(quantization="none", dtype="float32", kv_dtype="float32")
+    store_defaults(key, CPUDefaults(block_size=16), speedup=2.0)
+    assert bytes_per_token(16) < default
 
 
 def test_windows_make_a_token_of_a_long_sequence_cheaper(

@@ -66,6 +66,7 @@ HEAVY: dict[str, set[str]] = {
         "attention",
         "models",
         "kernels",
+        "engine_checks",
         "engine_setup",
         "runner_setup",
         "doctor",

@@ -24,7 +24,9 @@ from tests.tiny_models import save_tiny_model, tiny_llama
 WAYS = [
     {"kv_cache_dtype": "bfloat16", "attention_backend": "cpu"},
     {"kv_cache_dtype": "bfloat16", "attention_backend": "torch"},
+    {"kv_cache_dtype": "float16", "attention_backend": "torch"},
     {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch"},
+    {"kv_cache_dtype": "fp8_e5m2", "attention_backend": "torch"},
 ]
 
 

@@ -60,7 +60,10 @@ def choose_attention_backend(
         if not is_installed:
             raise UsageError("attention backend triton: the package triton is not installed")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise UsageError(f"attention backend triton does not run on {device.type}; use torch")
+            raise UsageError(
+                f"attention backend triton does not run on {device.type}; leave the option out for "
+                "the fastest that does"
+            )
     return name
 
 

@@ -12,8 +12,17 @@ from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 from cbatch_cli.bench.cpu_ceilings import Ceilings, CeilingSizes, measure_ceilings
 from cbatch_cli.bench.cpu_phases import phase_measurements, roofline_measurements
 from cbatch_cli.bench.cpu_runs import PlainRun, TimedModel, load_timed
-from cbatch_cli.bench.cpu_sweep import Sweep, SweepLimits, alternatives, cut_short, repeated, sweep
+from cbatch_cli.bench.cpu_sweep import (
+    LEAST_ROUNDS,
+    Sweep,
+    SweepLimits,
+    alternatives,
+    cut_short,
+    repeated,
+    sweep,
+)
 from cbatch_cli.bench.suite import Log, Measurement, Section, SuiteSettings
+from cbatch_cli.bench.workload import Workload
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.cpu_defaults import (
     BUILT_IN,
@@ -31,7 +40,7 @@ class CPUSizes:
     """How much is measured."""
 
     ceilings: CeilingSizes = field(default_factory=CeilingSizes)
-    sweep: SweepLimits = field(default_factory=SweepLimits)
+    sweep_seconds_per_round: float = 100.0
 
 
 def measure(settings: SuiteSettings, log: Log) -> Iterator[Section]:
@@ -73,7 +82,10 @@ def measure_sizes(settings: SuiteSettings, log: Log, *, sizes: CPUSizes) -> Iter
             )
         ),
     )
-    yield _sweep(model, wall_s, sizes.sweep, log)
+    limits = SweepLimits(
+        num_rounds=settings.repeat, seconds_per_round=sizes.sweep_seconds_per_round
+    )
+    yield _sweep(model, wall_s, limits, log)
 
 
 def _on_cpu(config: EngineConfig) -> EngineConfig:
@@ -96,7 +108,7 @@ def _on_cpu(config: EngineConfig) -> EngineConfig:
 
 
 def _ceilings(key: DefaultsKey, ceilings: Ceilings) -> Section:
-    threads = f"{key.num_threads} thread{'s' * (key.num_threads != 1)}"
+    threads = _counted(key.num_threads, "thread")
     return Section(
         title=f"Ceilings of {key.processor}, {threads}, {key.kernels} kernels",
         measurements=[
@@ -170,7 +182,11 @@ def _sweep(model: TimedModel, wall_s: float, limits: SweepLimits, log: Log) -> S
     num_runs = limits.num_rounds * (len(candidates) + 1 + 3)
     requests = repeated(model.workload.requests)
     wall_s *= len(requests) / len(model.workload.requests)
-    requests = cut_short(requests, limits.seconds / num_runs / wall_s)
+    share = min(1.0, limits.seconds / num_runs / wall_s)
+    requests = cut_short(requests, share)
+    rows = _rows_text(model.workload, len(requests), share)
+    rounds = _counted(limits.num_rounds, "round")
+    log(f"sweep: {rounds} of {len(candidates) + 1} settings on {rows}")
     # A prompt that comes again must not favour small blocks, of which it finds more.
     config = dataclasses.replace(config, prefix_caching=False)
 
@@ -181,10 +197,11 @@ def _sweep(model: TimedModel, wall_s: float, limits: SweepLimits, log: Log) -> S
         return float(run.stats.summary()["total_tokens_per_s"])
 
     found = sweep(candidates, rate, limits, log)
-    outcome = _keep(model.key, found, fixed)
+    outcome = _keep(model.key, found, fixed, limits)
     log(outcome)
     return Section(
-        title="Settings, on rows cut short; tokens in and out, no prefix caching",
+        title=f"Settings, on {rows}; {_counted(found.num_rounds, 'round')}, tokens in and out, no "
+        "prefix caching",
         measurements=[
             *(
                 Measurement(name=str(candidate), value=tokens_per_s, unit="tokens/s")
@@ -195,11 +212,24 @@ def _sweep(model: TimedModel, wall_s: float, limits: SweepLimits, log: Log) -> S
     )
 
 
-def _keep(key: DefaultsKey, found: Sweep, fixed: Collection[str]) -> str:
+def _rows_text(workload: Workload, num_rows: int, share: float) -> str:
+    """The rows that the settings are compared on."""
+    again = " over and over" if num_rows > len(workload.requests) else ""
+    cut = f", cut to {share:.0%} of their tokens" if share < 1.0 else ""
+    return f"{num_rows} rows: those of {workload.name}{again}{cut}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _keep(key: DefaultsKey, found: Sweep, fixed: Collection[str], limits: SweepLimits) -> str:
     """Store the best settings as defaults of later runs; what was done, in a sentence."""
     if fixed:
         return f"nothing is stored, since {', '.join(fixed)} was given"
-    if not found.was_enough:
+    if limits.num_rounds < LEAST_ROUNDS:
+        return f"nothing is stored, which takes --repeat {LEAST_ROUNDS} or more"
+    if found.num_rounds < LEAST_ROUNDS:
         return "nothing is stored, since there was no time for a second round"
     try:
         if found.best == BUILT_IN:

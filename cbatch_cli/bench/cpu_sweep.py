@@ -16,7 +16,8 @@ from cbatch_cli.request import Request, RequestKey
 
 CLEARLY_FASTER = 1.05
 """Times on a busy machine vary: less above the built-in settings is no reason to leave them."""
-_LEAST_ROUNDS = 2
+LEAST_ROUNDS = 2
+"""One round decides nothing."""
 NUM_ROWS = 2 * max(CHOICES["max_num_seqs"])
 """With fewer rows, how a run ends would decide, not how it goes while it is full."""
 
@@ -28,9 +29,14 @@ _Runs = dict[CPUDefaults, list[float]]
 class SweepLimits:
     """How long it may take."""
 
-    seconds: float = 300.0
-    """No round is begun that would end later."""
-    num_rounds: int = 3
+    num_rounds: int
+    """What wins must do so in two rounds at least."""
+    seconds_per_round: float = 100.0
+
+    @property
+    def seconds(self) -> float:
+        """No round is begun that would end later."""
+        return self.num_rounds * self.seconds_per_round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +47,8 @@ class Sweep:
     best: CPUDefaults
     speedup: float
     """Of `best` over the built-in settings."""
-    was_enough: bool
-    """Whether there was time for more than one round."""
+    num_rounds: int
+    """Rounds of the built-in settings and one change each."""
 
 
 def alternatives(fixed: Collection[str]) -> list[CPUDefaults]:
@@ -92,14 +98,14 @@ def sweep(
     together = _together(runs)
     if together not in (BUILT_IN, best):
         again = measure_all([BUILT_IN, best, together])
-        if len(again[together]) >= _LEAST_ROUNDS:
+        if len(again[together]) >= LEAST_ROUNDS:
             best, speedup = _best(again)
             runs[together] = again[together]
     return Sweep(
         rates={contender: median(rates) for contender, rates in runs.items() if rates},
         best=best,
         speedup=speedup,
-        was_enough=len(runs[BUILT_IN]) >= _LEAST_ROUNDS,
+        num_rounds=len(runs[BUILT_IN]),
     )
 
 
@@ -131,7 +137,7 @@ def _clear_speedup(runs: _Runs, candidate: CPUDefaults) -> float | None:
     """Over the built-in settings, the median of rounds; None where it is not clear."""
     pairs = zip(runs[candidate], runs[BUILT_IN], strict=True)
     ratios = [rate / built_in for rate, built_in in pairs]
-    if len(ratios) < _LEAST_ROUNDS or min(ratios) <= 1.0 or median(ratios) <= CLEARLY_FASTER:
+    if len(ratios) < LEAST_ROUNDS or min(ratios) <= 1.0 or median(ratios) <= CLEARLY_FASTER:
         return None
     return median(ratios)
 

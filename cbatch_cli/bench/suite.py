@@ -87,7 +87,8 @@ def run_suite(
     """Measure the suite of that name; what `suite_table` shows and `--json` prints.
 
     `measure` is the suite's own unless given. `keep` is called after each section with the result
-    so far, since a suite takes minutes and may be ended. Raises `UsageError` where the machine
+    so far, since a suite takes minutes and may be ended: `complete` is false in all but the last.
+    Raises `UsageError` where the machine
     lacks what the suite measures.
     """
     measure = measure or importlib.import_module(_MODULES[name]).measure
@@ -95,6 +96,7 @@ def run_suite(
     result: dict[str, Any] = {
         "cbatch_version": __version__,
         "suite": name,
+        "complete": False,
         "sections": [],
         "wall_s": 0.0,
     }
@@ -112,6 +114,9 @@ def run_suite(
         )
         if keep is not None:
             keep(result)
+    result["complete"] = True
+    if keep is not None:
+        keep(result)
     return result
 
 

@@ -13,6 +13,15 @@ from cbatch_cli.errors import ResumeMismatchError, UsageError
 EDGE_BYTES = 2**20
 """Read from the start and from the end of each input file."""
 
+_LEFT_OPEN: Mapping[str, Any] = {
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "deterministic": None,
+    "max_model_len": None,
+}
+"""Settings that a job may leave to the model and the machine, with the value that does."""
+_ALWAYS_SETTLED = ("resolved sampling", "resolved dtype")
+
 
 def file_identity(file: InputFile) -> dict[str, Any]:
     """Size and edges of a file: they change with its content, wherever it lies.
@@ -68,6 +77,63 @@ def require_same(
             f"{output} was begun by a different job: {', '.join(different)} changed since; run it "
             "as it was to resume, start over with --overwrite, or choose another output with -o"
         )
+
+
+def as_begun(
+    fingerprint: Mapping[str, Any],
+    earlier: Mapping[str, Any],
+    settled: Mapping[str, Any],
+    *,
+    is_done: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """`fingerprint` as the `earlier` run put it, where it only says what that one `settled`.
+
+    A setting that is left open now and was given then is taken for the same until the model is
+    loaded: its name is in the list returned. Of a job that is done no model is loaded, and it
+    differs, but for a promise that was kept without being asked for.
+    """
+    same, undecided = dict(fingerprint), list[str]()
+    for name, left_open in _LEFT_OPEN.items():
+        now, resolved = fingerprint.get(name), settled.get(f"resolved {name}")
+        if now == earlier.get(name) or resolved is None:
+            continue
+        if now == left_open and not is_done:
+            undecided.append(name)
+        elif now != resolved and not (name == "deterministic" and now is None and resolved):
+            continue
+        same[name] = earlier.get(name)
+    return same, undecided
+
+
+def require_same_settled(
+    settled: Mapping[str, Any],
+    earlier: Mapping[str, Any],
+    undecided: Sequence[str],
+    *,
+    output: str,
+) -> None:
+    """Raise `ResumeMismatchError` if a model has settled something else than before.
+
+    `undecided` are the settings that `as_begun` could not compare.
+    """
+    names = [*_ALWAYS_SETTLED, *(f"resolved {name}" for name in undecided)]
+    now, then = ({name: run.get(name) for name in names} for run in (settled, earlier))
+    require_same(now, then, output=output)
+
+
+def differences(run: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What two shards that are done differ in, as their work directories tell."""
+    ours, theirs = run["fingerprint"], other["fingerprint"]
+    different = []
+    for name in (ours.keys() | theirs.keys()) - {"shard"}:
+        if ours.get(name) != theirs.get(name):
+            resolved = [one["settled"].get(f"resolved {name}") for one in (run, other)]
+            if name not in _LEFT_OPEN or None in resolved or resolved[0] != resolved[1]:
+                different.append(name)
+    different += [
+        name for name in _ALWAYS_SETTLED if run["settled"].get(name) != other["settled"].get(name)
+    ]
+    return sorted(different)
 
 
 def _read_edge(stream: Any) -> bytes:

@@ -117,7 +117,7 @@ def _dequantize(gguf_file: Path, result: Path) -> None:
         "gguf_file": str(gguf_file.absolute()),
     }
     try:
-        with quiet_transformers(), _file_parsed_once():
+        with quiet_transformers(), _bar_on_terminals_only(), _file_parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(**source)
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -174,6 +174,22 @@ def _file_parsed_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader = reader
+
+
+@contextmanager
+def _bar_on_terminals_only() -> Iterator[None]:
+    """transformers draws a bar of tensors that its own switch for bars does not turn off."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+
+    draw = getattr(gguf_utils, "tqdm", None)
+    if draw is None:
+        yield
+        return
+    gguf_utils.tqdm = functools.partial(draw, disable=None)  # None: where there is no terminal
+    try:
+        yield
+    finally:
+        gguf_utils.tqdm = draw
 
 
 def _sync(folder: Path) -> None:

@@ -35,7 +35,7 @@ def test_our_kernels_on_a_cpu_where_they_were_built(monkeypatch: pytest.MonkeyPa
     def missing() -> None:
         raise cpu_library.KernelsUnavailable("they were not built")
 
-    with pytest.raises(UsageError, match="does not run on cpu"):
+    with pytest.raises(UsageError, match="does not run on cpu; leave the option out"):
         choose_attention_backend("triton", CPU, torch.float32)
     monkeypatch.setattr(cpu_library, "load_kernels", lambda: None)
     assert choose_attention_backend("auto", CPU, torch.float32) == "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -239,6 +240,29 @@ def test_a_real_conversion(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(files.folder)
     plain = {"add_special_tokens": False}
     assert loaded(text, **plain).input_ids == tokenizer(text, **plain).input_ids
+
+
+class Stream(io.StringIO):
+    """What is written, on a terminal or elsewhere."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_bar_is_drawn_on_terminals_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    tiny_gguf(tmp_path / "tiny.gguf")
+    stream = Stream(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    resolve_model(str(tmp_path / "tiny.gguf"))
+    assert ("de-quantizing" in stream.getvalue()) is is_terminal
+    assert ("\r" in stream.getvalue()) is is_terminal
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
