@@ -81,6 +81,11 @@ class VocabularyHead:
             self._all = choose_linear(self._weight, None, mode=self._mode, kernels=self._kernels)
         return self._all(rows)
 
+    def release_all_logits(self) -> None:
+        """Let go of a weight that is packed for all logits, until they are asked for again."""
+        if not self.is_rounded:
+            self._all = None
+
     def largest_logits(self, rows: Tensor) -> LargestLogits | None:
         """The largest of `all_logits(rows)`, or None where it is cheaper to compute all."""
         most = _LARGEST_SHARE * self.num_rows * self.num_columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from cbatch_kernels.cpu_head import VocabularyHead
@@ -14,9 +15,24 @@ from cbatch_cli.models.fusion_probe import ROUNDED_TOLERANCE, TOLERANCE, Probe, 
 from cbatch_cli.models.hf_model import HFModel
 
 
+@dataclass(frozen=True, slots=True)
+class FusedHead:
+    """What took the place of a head."""
+
+    kind: str
+    vocabulary: VocabularyHead | None = None
+
+    def release(self) -> None:
+        """Let go of what only a look at all logits needed; it is made again if need be."""
+        if self.vocabulary is not None:
+            self.vocabulary.release_all_logits()
+
+
 @torch.inference_mode()
-def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKernels) -> str | None:
-    """Replace the output head of `model` in place; returns the kind that replaces it, or None.
+def fuse_head(
+    model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKernels
+) -> FusedHead | None:
+    """Replace the output head of `model` in place; returns what replaces it, or None.
 
     `probe` has the logits of `model` as it was.
     """
@@ -42,19 +58,18 @@ def fuse_head(model: HFModel, probe: Probe, *, mode: LinearMode, kernels: CPUKer
             return logits
 
         _replace_product(head, product)
-        kind: str = vocabulary.kind
         # What follows the product, a cap or a scale, could put another logit first.
         if _has_same_largest(probe, is_rounded=is_rounded):
-            return kind
+            return FusedHead(vocabulary.kind, vocabulary)
         if is_rounded:
             _replace_product(head, vocabulary.all_logits)
-            return kind
+            return FusedHead(vocabulary.kind)
         head.forward = own_forward  # type: ignore[method-assign]
     linear = choose_linear(weight, bias, mode=mode, kernels=kernels)
     if not _is_close(linear, head, rows, TOLERANCE):
         return None
     _replace_product(head, linear)
-    return str(linear.kind)
+    return FusedHead(linear.kind)
 
 
 def _replace_product(head: nn.Linear, product: Callable[[Tensor], Tensor]) -> None:

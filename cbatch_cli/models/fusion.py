@@ -136,12 +136,13 @@ def fuse_layers(
     if kernels is not None and operations.name == "compiled":
         head = fuse_head(model, probe, mode=mode, kernels=kernels)
         if head is not None:
-            kinds[head] += 1
-    if kernels is not None and operations.name == "compiled":
+            kinds[head.kind] += 1
         try:
             model.one_pass = fuse_decoder(model, steps, kernels)
         except NotFusable as error:
             LOGGER.info("the forward pass stays transformers' own: %s", error)
+        if head is not None:
+            head.release()
     model.unbind()
     return FusionReport(
         operations=operations.name,

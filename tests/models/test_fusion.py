@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cbatch_kernels.cpu_head import VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import LinearMode
 from torch import Tensor
@@ -197,6 +198,23 @@ def test_a_model_that_turns_its_logits_around_gets_all_of_them(kernels: CPUKerne
     model._model.forward = negated
     report = fuse_layers(model, mode="deterministic", kernels=kernels)
     assert report.linear_kinds == {"packed": 13}
+
+
+@each_variant
+def test_a_weight_that_only_the_probe_looked_at_whole_is_let_go(
+    kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[VocabularyHead] = []
+
+    def noted(*args: Any, **kwargs: Any) -> VocabularyHead:
+        heads.append(VocabularyHead(*args, **kwargs))
+        return heads[-1]
+
+    monkeypatch.setattr("cbatch_cli.models.fused_head.VocabularyHead", noted)
+    model, report = fused("llama", kernels, "deterministic")
+    assert report.is_one_pass and [head._all for head in heads] == [None]
+    rows = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(heads[0].all_logits(rows), rows @ model.head.weight.t())
 
 
 @each_variant
