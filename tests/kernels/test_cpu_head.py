@@ -119,6 +119,12 @@ def test_of_equal_logits_the_first(kernels: CPUKernels) -> None:
 
 
 @each_variant
+def test_what_threads_computed_is_counted_together(kernels: CPUKernels) -> None:
+    weight = random(20, 1, 16).repeat(20_000, 1)
+    assert check(head_of(weight, kernels), random(21, 3, 16)) == 3 * len(weight)
+
+
+@each_variant
 def test_few_columns_are_computed_twice(kernels: CPUKernels) -> None:
     weight = random(8, 5000, 256)
     num_exact = check(head_of(weight, kernels), 3.0 * weight[:20] + random(9, 20, 256))
