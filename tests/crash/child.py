@@ -182,7 +182,7 @@ class Steps:
             )
             inode, size = _inode(source)
             _link(source, self._folder / SHADOW / str(inode))
-        values = [step, str(path), inode, size, str(source or "")]
+        values = [step, str(path), inode, size, str(source or ""), threading.get_ident()]
         assert self._trace is not None
         _real_write(self._trace, json.dumps(values).encode() + b"\n")
 

@@ -24,6 +24,17 @@ class _Change(NamedTuple):
     names: dict[str, int]
 
 
+class _Begun(NamedTuple):
+    """A step that a thread has begun; of a folder also how many changes there were by then."""
+
+    kind: str
+    path: str
+    inode: int
+    source: str
+    size: int
+    num_changes: int
+
+
 class Disk:
     """The disk under `store`; `folder` holds `trace.log` and the links to every file."""
 
@@ -70,30 +81,29 @@ class Disk:
 
     def _replay(self) -> None:
         """Follow the steps that were logged."""
-        sizes: dict[str, int] = {}
-        marks: dict[str, list[int]] = defaultdict(list)
-        begun: dict[tuple[str, str], tuple[int, str]] = {}
+        # A thread takes one step at a time; two may sync the same folder, and end in any order.
+        begun: dict[int, _Begun] = {}
+        num_sure: dict[str, int] = defaultdict(int)
         lines = self._trace.read_text().splitlines() if self._trace.exists() else []
-        for step, path, inode, size, source in map(json.loads, lines):
+        for step, path, inode, size, source, thread in map(json.loads, lines):
             folder, name = os.path.split(path)
             moment, kind = step.split(" ", 1)
             if moment == "before":
-                begun[kind, path] = (inode, source)
-                if kind == "fsync":
-                    sizes[path] = size
-                elif kind == "fsync dir":
-                    marks[path].append(len(self._pending[path]))
+                num_changes = num_sure[path] + len(self._pending[path])
+                begun[thread] = _Begun(kind, path, inode, source, size, num_changes)
                 continue
-            self._apply(kind, folder, name, *begun.pop((kind, path), (0, "")), inode)
+            start = begun.pop(thread)
+            assert (start.kind, start.path) == (kind, path)
+            self._apply(kind, folder, name, start.inode, start.source, inode)
             if kind == "fsync":
-                self._synced[inode] = max(self._synced.get(inode, 0), sizes[path])
+                self._synced[inode] = max(self._synced.get(inode, 0), start.size)
             elif kind == "fsync dir":
-                mark = marks[path].pop(0)
-                for change in self._pending[path][:mark]:
+                num_new = max(0, start.num_changes - num_sure[path])
+                for change in self._pending[path][:num_new]:
                     self._sure[path].update(change.names)
-                del self._pending[path][:mark]
-                marks[path] = [max(0, other - mark) for other in marks[path]]
-        for (kind, path), (inode, source) in begun.items():
+                del self._pending[path][:num_new]
+                num_sure[path] += num_new
+        for kind, path, inode, source, _, _ in begun.values():
             # Whether a step was taken that the process did not live to tell, the disk knows.
             folder, name = os.path.split(path)
             now = _inode(path)
