@@ -61,19 +61,16 @@ class VocabularyHead:
         self.num_columns = len(weight)
         self._all: Linear | None = None
         self._search: _Search | None = None
+        self.kind = "two_stage"
+        """How the largest logit is found."""
         if self.is_rounded:
             self._all = choose_linear(weight, bias, mode=mode, kernels=kernels)
             self._search = _Search(self._all, None, bias, kernels)
-            self._weight = weight.new_empty(0)
+            self.kind = self._all.kind
         self.num_rows = 0
         """Rows of which only the largest logit was computed."""
         self.num_exact = 0
         """Logits of these rows that were computed in float32."""
-
-    @property
-    def kind(self) -> str:
-        """How the largest logit is found."""
-        return self._all.kind if self.is_rounded and self._all is not None else "two_stage"
 
     def all_logits(self, rows: Tensor) -> Tensor:
         """`[T, K]` to `[T, V]`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from cbatch_kernels.cpu_library import (
@@ -43,29 +43,33 @@ class Linear(Protocol):
         ...
 
 
-class _PanelLinear:
-    """A weight in panels that hold all that its product needs: `[T, K]` to `[T, N]`."""
+class _OwnLinear:
+    """A weight packed for one of our kernels: `[T, K]` to `[T, N]`.
+
+    A subclass packs it and sets `_weight_arguments`, those of its kernel from the packed weight on
+    to the output.
+    """
 
     _format: WeightFormat
+    packed: Tensor
+    scales: Tensor | None = None
+    """What is not in `packed` itself."""
+    group: int = 0
+    """Depths that share a scale."""
+    _weight_arguments: tuple[Any, ...]
 
     def __init__(
         self,
         weight: Tensor,
         bias: Tensor | None,
         kernels: CPUKernels,
-        *,
-        pack: Callable[..., None],
         multiply: Callable[..., None],
-        bytes_per_column: int,
     ) -> None:
         _check_weight(weight)
-        weight = weight.contiguous()
         self.num_columns, self.depth = weight.shape
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
+        self._padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
         self._multiply, self._outputs = multiply, KeptMemory()
-        padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        self.packed = torch.empty(padded * bytes_per_column, dtype=torch.uint8)
-        pack(address(weight), self.num_columns, self.depth, address(self.packed), num_threads())
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """`[T, K]` to `[T, N]`."""
@@ -77,9 +81,7 @@ class _PanelLinear:
             rows.stride(0),
             rows.shape[0],
             self.depth,
-            self.packed.data_ptr(),
-            address(self._bias),
-            self.num_columns,
+            *self._weight_arguments,
             out.data_ptr(),
             self.num_columns,
             num_threads(),
@@ -90,11 +92,33 @@ class _PanelLinear:
         """For kernels that multiply on their way; the layer must outlive them."""
         return LinearArguments(
             packed=address(self.packed),
+            scales=address(self.scales),
             bias=address(self._bias),
             num_columns=self.num_columns,
             depth=self.depth,
+            group=self.group,
             format=self._format,
         )
+
+
+class _PanelLinear(_OwnLinear):
+    """A weight in panels that hold all that its product needs."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: CPUKernels,
+        *,
+        pack: Callable[..., None],
+        multiply: Callable[..., None],
+        bytes_per_column: int,
+    ) -> None:
+        super().__init__(weight, bias, kernels, multiply)
+        weight = weight.contiguous()
+        self.packed = torch.empty(self._padded * bytes_per_column, dtype=torch.uint8)
+        pack(address(weight), self.num_columns, self.depth, address(self.packed), num_threads())
+        self._weight_arguments = (address(self.packed), address(self._bias), self.num_columns)
 
 
 class PackedLinear(_PanelLinear):
@@ -137,7 +161,7 @@ class GroupedInt8Linear(_PanelLinear):
         )
 
 
-class Int8Linear:
+class Int8Linear(_OwnLinear):
     """int8 weights with a scale per output and group of the depth, int16 activations with a scale
     per row: w8a16.
 
@@ -145,27 +169,30 @@ class Int8Linear:
     """
 
     kind: LinearKind = "int8"
+    _format = WeightFormat.INT8
+    scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
-        _check_weight(weight)
+        super().__init__(weight, bias, kernels, kernels.linear_int8)
         weight = weight.contiguous()
-        self.num_columns, self.depth = weight.shape
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._kernels, self._outputs = kernels, KeptMemory()
-        self._padded = math.ceil(self.num_columns / kernels.panel) * kernels.panel
-        first = weight[:_COLUMNS_TO_JUDGE]
-        is_whole = len(first) == self.num_columns
+        self._kernels = kernels
         self.group = _BLOCK
-        """Depths that share a scale."""
-        rounded = self._round(first)
-        if not (is_whole or self.errors.any()):
+        rounded = self._round(weight[:_COLUMNS_TO_JUDGE])
+        if len(rounded) < self.num_columns and not self.errors.any():
             rounded = self._round(weight)
-        if self.errors.any() or len(rounded) < self.num_columns:
+        if self.errors.any():
             self.group = _GROUP
             rounded = self._round(weight)
         self.packed = torch.empty(self._padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
             address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
+        )
+        self._weight_arguments = (
+            address(self.packed),
+            address(self.scales),
+            address(self._bias),
+            self.num_columns,
+            self.group,
         )
 
     def _round(self, weight: Tensor) -> Tensor:
@@ -193,39 +220,6 @@ class Int8Linear:
     def num_groups(self) -> int:
         """Scales of a column."""
         return len(self.scales)
-
-    def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[T, K]` to `[T, N]`."""
-        rows = _as_rows(rows, self.depth)
-        if out is None:
-            out = self._outputs.empty(rows.shape[0], self.num_columns)
-        self._kernels.linear_int8(
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            self.depth,
-            self.packed.data_ptr(),
-            self.scales.data_ptr(),
-            address(self._bias),
-            self.num_columns,
-            self.group,
-            out.data_ptr(),
-            self.num_columns,
-            num_threads(),
-        )
-        return out
-
-    def arguments(self) -> LinearArguments:
-        """For kernels that multiply on their way; the layer must outlive them."""
-        return LinearArguments(
-            packed=address(self.packed),
-            scales=address(self.scales),
-            bias=address(self._bias),
-            num_columns=self.num_columns,
-            depth=self.depth,
-            group=self.group,
-            format=WeightFormat.INT8,
-        )
 
 
 OwnLinear = PackedLinear | Int8Linear | GroupedInt8Linear

@@ -36,7 +36,7 @@ def fuse_head(
 
     `probe` has the logits of `model` as it was.
     """
-    head = model.module.get_output_embeddings()
+    head = model.head
     if type(head) is not nn.Linear:
         return None
     weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
