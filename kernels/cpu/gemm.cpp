@@ -113,9 +113,6 @@ void pack_rows(const float* from, int64_t stride, int size, int64_t depth, float
     }
 }
 
-// Few rows: several panels at once hide the latency of the additions.
-constexpr int kPanelsAtOnce = 4;
-
 void multiply_few(int num_rows, const Product& product, const float* input, int64_t panel) {
     const NextWeights none(nullptr, 0, 1, 0, 1);
     if (num_rows == 1) {
@@ -150,8 +147,7 @@ CBATCH_EXPORT(linear)(const float* input, int64_t input_stride, int64_t num_rows
     const Product product{packed, bias, output, depth, num_columns, output_stride};
     const RowTiles tiles(num_rows);
     const int64_t num_panels = ceil_div(num_columns, kPanel);
-    const bool few_rows = num_rows <= 2;
-    const WorkSplit work(num_panels, few_rows ? kPanelsAtOnce : 1, tiles.count, num_threads);
+    const WorkSplit work(num_panels, num_rows <= 2, tiles.count, num_threads);
     const Scratch memory(static_cast<size_t>(num_rows * depth) * sizeof(float));
     float* rows = memory.as<float>();
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
@@ -165,13 +161,11 @@ CBATCH_EXPORT(linear)(const float* input, int64_t input_stride, int64_t num_rows
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
-            if (few_rows && panel + kPanelsAtOnce <= num_panels) {
+            if (work.is_several(item)) {
                 multiply_few(static_cast<int>(num_rows), product, rows, panel);
                 continue;
             }
-            const int64_t wanted = panel + work.panels_per_item;
-            const int64_t end = wanted < num_panels ? wanted : num_panels;
-            for (; panel < end; ++panel) {
+            for (; panel < work.end_panel(item); ++panel) {
                 multiply_panel(product, rows, tiles, work.first_tile(item), work.end_tile(item),
                                panel, num_threads);
             }

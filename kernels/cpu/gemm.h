@@ -53,20 +53,32 @@ struct NextWeights {
     }
 };
 
+// Panels that one item takes at once where rows are few, which hides the latency of the additions.
+constexpr int kPanelsAtOnce = 4;
+
 // Work items: a few panels each, and parts of the row tiles where panels alone are too few.
 struct WorkSplit {
-    int64_t panels_per_item, num_panel_items, num_row_items, num_tiles;
+    int64_t num_panels, panels_per_item, num_panel_items, num_row_items, num_tiles;
 
-    WorkSplit(int64_t num_panels, int64_t panels_at_once, int64_t num_row_tiles,
+    WorkSplit(int64_t num_panels_of_weight, bool few_rows, int64_t num_row_tiles,
               int64_t num_threads)
-        : panels_per_item(panels_at_once),
-          num_panel_items(ceil_div(num_panels, panels_at_once)),
+        : num_panels(num_panels_of_weight),
+          panels_per_item(few_rows ? kPanelsAtOnce : 1),
+          num_panel_items(ceil_div(num_panels, panels_per_item)),
           num_row_items(ceil_div(8 * num_threads, num_panel_items)),
           num_tiles(num_row_tiles) {
         if (num_row_items > num_tiles) num_row_items = num_tiles;
     }
     int64_t count() const { return num_panel_items * num_row_items; }
     int64_t first_panel(int64_t item) const { return item / num_row_items * panels_per_item; }
+    int64_t end_panel(int64_t item) const {
+        const int64_t end = first_panel(item) + panels_per_item;
+        return end < num_panels ? end : num_panels;
+    }
+    // Whether few rows meet as many panels as are taken at once.
+    bool is_several(int64_t item) const {
+        return end_panel(item) - first_panel(item) == kPanelsAtOnce;
+    }
     int64_t first_tile(int64_t item) const {
         return item % num_row_items * num_tiles / num_row_items;
     }

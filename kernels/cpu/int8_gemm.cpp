@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int kPanelsAtOnce = 4;
-
 // What rounding did to a column of the weight: Euclidean norms.
 struct Rounded {
     float error, norm;
@@ -87,8 +85,7 @@ CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num
     const Int8Product product{packed, scales, row_scales, num_pairs, num_columns, group / 2};
     const Outputs outputs{output, output_stride, num_columns, bias};
     const RowTiles tiles(num_rows);
-    const bool one_row = num_rows == 1;
-    const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);
+    const WorkSplit work(num_panels, num_rows == 1, tiles.count, num_threads);
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
 #pragma omp for schedule(static)
@@ -98,15 +95,13 @@ CBATCH_EXPORT(linear_int8)(const float* input, int64_t input_stride, int64_t num
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
-            if (one_row && panel + kPanelsAtOnce <= num_panels) {
+            if (work.is_several(item)) {
                 multiply<1, kPanelsAtOnce>(product, rows, 0, panel,
                                            NextWeights(nullptr, 0, 1, 0, 1),
                                            StoreTile{outputs, 0, panel});
                 continue;
             }
-            const int64_t wanted = panel + work.panels_per_item;
-            const int64_t end = wanted < num_panels ? wanted : num_panels;
-            for (; panel < end; ++panel) {
+            for (; panel < work.end_panel(item); ++panel) {
                 const auto store_from = [&](int64_t first_row) {
                     return StoreTile{outputs, first_row, panel};
                 };

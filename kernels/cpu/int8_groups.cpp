@@ -12,8 +12,6 @@
 
 namespace {
 
-constexpr int kPanelsAtOnce = 4;
-
 // Rounds one group of a column of the weight into its place in the steps of a panel.
 void pack_group(const float* from, int count, int num_quads, int column, uint8_t* steps) {
     float highest = 0.0f, zeros = 0.0f;
@@ -78,8 +76,7 @@ CBATCH_EXPORT(linear_int8_groups)(const float* input, int64_t input_stride, int6
     const GroupedProduct product{packed, rows, groups};
     const Outputs outputs{output, output_stride, num_columns, bias};
     const RowTiles tiles(num_rows, kMaxGroupedRows);
-    const bool one_row = num_rows == 1;
-    const WorkSplit work(num_panels, one_row ? kPanelsAtOnce : 1, tiles.count, num_threads);
+    const WorkSplit work(num_panels, num_rows == 1, tiles.count, num_threads);
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
 #pragma omp for schedule(static)
@@ -91,14 +88,12 @@ CBATCH_EXPORT(linear_int8_groups)(const float* input, int64_t input_stride, int6
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < work.count(); ++item) {
             int64_t panel = work.first_panel(item);
-            if (one_row && panel + kPanelsAtOnce <= num_panels) {
+            if (work.is_several(item)) {
                 multiply<1, kPanelsAtOnce>(product, 0, panel, NextWeights(nullptr, 0, 1, 0, 1), true,
                                            StoreTile{outputs, 0, panel});
                 continue;
             }
-            const int64_t wanted = panel + work.panels_per_item;
-            const int64_t end = wanted < num_panels ? wanted : num_panels;
-            for (; panel < end; ++panel) {
+            for (; panel < work.end_panel(item); ++panel) {
                 const auto store_from = [&](int64_t first_row) {
                     return StoreTile{outputs, first_row, panel};
                 };
