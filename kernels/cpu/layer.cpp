@@ -139,7 +139,6 @@ CBATCH_EXPORT(decoder_layer)(const CbatchLayer* layer) {
         attention.first_queries = first_queries.as<int32_t>();
     }
     CBATCH_CALL(attention)(&attention);
-    if (num_rows == 0) return;
     // Tokens that belong to no sequence attend to nothing.
     const int64_t num_covered = attention.query_start_loc[attention.num_seqs];
     std::memset(attended + num_covered * attended_size, 0,

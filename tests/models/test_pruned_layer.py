@@ -21,6 +21,7 @@ from cbatch_cli.attention.torch_backend import TorchAttentionBackend
 from cbatch_cli.models.fusion import fuse_layers
 from cbatch_cli.models.hf_model import HFModel
 from cbatch_cli.models.packed_step import layer_caches, step_metadata
+from tests.attention.paged_cases import UNREADABLE_BLOCK
 from tests.cpu_variants import each_variant
 from tests.models.test_fused_decoder import model_of_layers
 
@@ -54,8 +55,13 @@ def run(
     make_backend: Callable[..., AttentionBackend],
     rows: list[int] | range,
     cache_dtype: torch.dtype = torch.float32,
+    *,
+    unreadable: tuple[int, ...] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits `[N, vocab]` and the caches after the step; what was not written is not a number."""
+    """Logits `[N, vocab]` and the caches after the step; what was not written is not a number.
+
+    Sequences that are `unreadable` have no blocks in the step's block tables.
+    """
     generator = torch.Generator().manual_seed(3)
     tables = torch.randperm(4 * 8, generator=generator).int().view(4, 8)
     poisoned = layer_caches(model, num_blocks=32, block_size=BLOCK_SIZE, value=torch.nan)
@@ -63,8 +69,15 @@ def run(
     backend = make_backend(model.layer_specs, caches, BLOCK_SIZE)
     model.bind(backend)
 
-    def step(parts: list[tuple[int, Tensor]], num_outside: int, asked: list[int] | range) -> Tensor:
+    def step(
+        parts: list[tuple[int, Tensor]],
+        asked: list[int] | range,
+        *,
+        num_outside: int = 0,
+        unreadable: tuple[int, ...] = (),
+    ) -> Tensor:
         metadata = step_metadata(parts, tables, BLOCK_SIZE, model.device)
+        metadata.block_tables[list(unreadable)] = UNREADABLE_BLOCK
         outside = torch.full((num_outside,), -1)
         slots = torch.cat([metadata.slot_mapping, outside])
         backend.begin_step([dataclasses.replace(metadata, slot_mapping=slots)])
@@ -73,13 +86,14 @@ def run(
         return model.forward(token_ids, positions, torch.tensor(asked, dtype=torch.int64))
 
     before = [(row, torch.arange(length)) for row, length in enumerate(CACHED) if length]
-    step(before, 0, range(sum(CACHED)))
+    step(before, range(sum(CACHED)))
     new = [
         (row, torch.arange(cached, cached + length))
         for row, (cached, length) in enumerate(zip(CACHED, NEW, strict=True))
     ]
     poison_workspace(model)
-    return step(new, NUM_OUTSIDE, rows), [cache for pair in caches for cache in pair]
+    logits = step(new, rows, num_outside=NUM_OUTSIDE, unreadable=unreadable)
+    return logits, [cache for pair in caches for cache in pair]
 
 
 @torch.inference_mode()
@@ -157,6 +171,18 @@ def test_sinks(kernels: CPUKernels, name: str) -> None:
         layer.forward._sinks = torch.tensor([0.5, -1.0, 2.0, 4.0])
     assert not torch.equal(run(model, make_backend, UNSORTED)[0], without)
     assert_as_whole(model, kernels, UNSORTED, torch.float32)
+
+
+@each_variant
+def test_attention_reads_nothing_for_sequences_that_do_not_sample(kernels: CPUKernels) -> None:
+    make_backend = functools.partial(CPUAttentionBackend, kernels=kernels)
+    model = fused("llama", 1, "deterministic", kernels.variant)
+    whole, whole_caches = run(model, make_backend, range(NUM_TOKENS))
+    rows = [ENDS[3], ENDS[0], 35]
+    logits, caches = run(model, make_backend, rows, unreadable=(1, 2))
+    assert torch.equal(logits, whole[rows])
+    for cache, expected in zip(caches, whole_caches, strict=True):
+        torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", [UNSORTED, [], [*range(NUM_TOKENS)], [3] * 2 * NUM_TOKENS])
