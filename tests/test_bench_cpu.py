@@ -350,6 +350,19 @@ def test_the_settings_are_swept_as_often_as_is_said_and_on_rows_that_are_named(
     assert not (tmp_path / "stored").exists()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_roofline_is_of_the_pass_that_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Transformers' own pass, as of a model that is not fused, computes all rows of all layers."""
+    folder = save_tiny_model(name, tmp_path)
+    monkeypatch.setattr(cpu_suite, "as_one_pass", lambda calls: [])
+    sections = measure_sizes(settings(folder, repeat=1), no_log, sizes=TINY)
+    *_, roofline = itertools.islice(sections, 4)
+    assert roofline.title == "The products and attention of a plain run at the ceilings"
+    assert (roofline.measurements[0].value == 0.0) is (name == "llama")
+
+
 def test_a_sweep_has_time_by_its_rounds() -> None:
     """The rows of one round are cut as those of many are."""
     shares = [SweepLimits(num_rounds=n).seconds / n for n in (1, 3, 10)]
