@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 7
+_INTERFACE_VERSION = 8
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -38,6 +38,9 @@ _SIGNATURES = {
     "activate_and_multiply": "ppiiii",
     "pack_linear": "piipi",
     "linear": "piiippipii",
+    "pack_linear_bfloat16": "piippi",
+    "linear_bfloat16": "piiippipii",
+    "bits_beyond_bfloat16": "pipi",
     "round_int8": "piiippippi",
     "pack_int8": "piipi",
     "linear_int8": "piiipppiipii",
@@ -106,6 +109,7 @@ class WeightFormat(enum.IntEnum):
     FLOAT32 = 0
     INT8 = 1
     INT8_GROUPS = 2
+    BFLOAT16 = 3
 
 
 class LinearArguments(ctypes.Structure):
@@ -190,6 +194,9 @@ class CPUKernels:
     activate_and_multiply: Callable[..., None]
     pack_linear: Callable[..., None]
     linear: Callable[..., None]
+    pack_linear_bfloat16: Callable[..., None]
+    linear_bfloat16: Callable[..., None]
+    bits_beyond_bfloat16: Callable[..., None]
     round_int8: Callable[..., None]
     pack_int8: Callable[..., None]
     linear_int8: Callable[..., None]

@@ -22,7 +22,9 @@ from cbatch_kernels.cpu_packed import (
     Int8Linear,
     Linear,
     LinearKind,
+    PackedBFloat16Linear,
     PackedLinear,
+    holds_bfloat16,
 )
 from torch import Tensor
 
@@ -74,16 +76,12 @@ class PrepackedLinear:
         return product if out is None else out.copy_(product)
 
 
-_KIND_OF_MODE: dict[LinearMode, LinearKind] = {
-    "deterministic": "packed",
-    "w8a16": "int8",
-    "w8a8": "int8_groups",
-}
+_ROUNDED_KINDS: dict[LinearMode, LinearKind] = {"w8a16": "int8", "w8a8": "int8_groups"}
 
 
 def rounds_weights(mode: LinearMode) -> bool:
     """Whether a mode rounds weights to 8 bits."""
-    return mode in ("w8a16", "w8a8")
+    return mode in _ROUNDED_KINDS
 
 
 def choose_linear(
@@ -92,17 +90,25 @@ def choose_linear(
     """The best linear layer for a float32 weight `[N, K]`.
 
     "fast" measures what this machine has; "deterministic" gives every row the same bits in any
-    company and in any run, as do "w8a16" and "w8a8", which round the weight to int8. Raises
+    company and in any run, as do "w8a16" and "w8a8", which round the weight to int8. Our own
+    product of a weight that is not rounded keeps it in bfloat16 where that loses nothing. Raises
     `KernelsUnavailable` if the mode needs compiled kernels and there are none.
     """
     if mode == "fast":
         num_columns, depth = weight.shape
         columns = min(num_columns, _MEASURED_COLUMNS)
-        kind = _fastest_kind(columns, depth, kernels, num_threads())
+        own = None if kernels is None else _exact_kind(weight, kernels)
+        kind = _fastest_kind(columns, depth, own, kernels, num_threads())
         return _make(kind, weight, bias, kernels)
     if kernels is None:
         raise KernelsUnavailable(f"linear layers in mode {mode} need the compiled CPU kernels")
-    return _make(_KIND_OF_MODE[mode], weight, bias, kernels)
+    rounded = _ROUNDED_KINDS.get(mode)
+    return _make(rounded or _exact_kind(weight, kernels), weight, bias, kernels)
+
+
+def _exact_kind(weight: Tensor, kernels: CPUKernels) -> LinearKind:
+    """Our own product with the smallest panels that hold a weight as it is."""
+    return "packed_bfloat16" if holds_bfloat16(weight.contiguous(), kernels) else "packed"
 
 
 @functools.lru_cache(maxsize=1)
@@ -132,21 +138,29 @@ def seconds_per_call(linear: Linear, rows: Tensor) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _fastest_kind(
-    num_columns: int, depth: int, kernels: CPUKernels | None, threads: int
+    num_columns: int,
+    depth: int,
+    own: LinearKind | None,
+    kernels: CPUKernels | None,
+    threads: int,
 ) -> LinearKind:
-    """The kind with the lowest geometric mean of times at `_MEASURED_ROWS`; ours if it is close."""
+    """The kind with the lowest geometric mean of times at `_MEASURED_ROWS`.
+
+    `own` is that of our own product, which is taken if it is close.
+    """
+    # A value of float32 and of bfloat16: every kind multiplies it.
     weight = torch.full((num_columns, depth), 0.5)
     kinds: list[LinearKind] = ["torch"]
     if has_prepacked_linear():
         kinds.append("onednn")
-    if kernels is not None:
-        kinds.append("packed")
+    if own is not None:
+        kinds.append(own)
     inputs = [torch.full((count, depth), 0.5) for count in _MEASURED_ROWS]
 
     def cost(kind: LinearKind) -> float:
         linear = _make(kind, weight, None, kernels)
         seconds = math.prod(seconds_per_call(linear, rows) for rows in inputs) ** (1 / len(inputs))
-        return seconds * (_CLEARLY_FASTER if kind == "packed" else 1.0)
+        return seconds * (_CLEARLY_FASTER if kind == own else 1.0)
 
     return min(kinds, key=cost)
 
@@ -161,6 +175,8 @@ def _make(
     assert kernels is not None
     if kind == "packed":
         return PackedLinear(weight, bias, kernels)
+    if kind == "packed_bfloat16":
+        return PackedBFloat16Linear(weight, bias, kernels)
     if kind == "int8":
         return Int8Linear(weight, bias, kernels)
     return GroupedInt8Linear(weight, bias, kernels)

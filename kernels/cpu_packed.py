@@ -1,4 +1,4 @@
-"""Weights packed for our own products on a CPU, in float32 or rounded to 8 bits.
+"""Weights packed for our own products on a CPU, as they are or rounded to 8 bits.
 
 Every class here maps float32 `[T, K]` to float32 `[T, N]` with a weight `[N, K]`, and gives each
 row the same bits in any company.
@@ -21,7 +21,7 @@ from cbatch_kernels.cpu_library import (
 from cbatch_kernels.kept_memory import KeptMemory
 from torch import Tensor
 
-LinearKind = Literal["torch", "onednn", "packed", "int8", "int8_groups"]
+LinearKind = Literal["torch", "onednn", "packed", "packed_bfloat16", "int8", "int8_groups"]
 
 _GROUP = 128
 """Depths that share a scale of an int8 weight, unless it has values of its own: at most 512, and
@@ -138,6 +138,41 @@ class PackedLinear(_PanelLinear):
         )
 
 
+class PackedBFloat16Linear(_PanelLinear):
+    """The bits of `PackedLinear` from half of its bytes, for weights that are bfloat16 values.
+
+    Raises `ValueError` for others: `holds_bfloat16` tells them.
+    """
+
+    kind: LinearKind = "packed_bfloat16"
+    _format = WeightFormat.BFLOAT16
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
+        def pack(weight: int, num_columns: int, depth: int, packed: int, threads: int) -> None:
+            lost = torch.empty(1, dtype=torch.int64)
+            kernels.pack_linear_bfloat16(
+                weight, num_columns, depth, packed, address(lost), threads
+            )
+            if lost.item():
+                raise ValueError("weight holds values that are none of bfloat16's")
+
+        super().__init__(
+            weight,
+            bias,
+            kernels,
+            pack=pack,
+            multiply=kernels.linear_bfloat16,
+            bytes_per_column=2 * weight.shape[-1],
+        )
+
+
+def holds_bfloat16(weight: Tensor, kernels: CPUKernels) -> bool:
+    """Whether all values of a contiguous float32 tensor, finite or not, are bfloat16 values."""
+    found = torch.empty(1, dtype=torch.int64)
+    kernels.bits_beyond_bfloat16(address(weight), weight.numel(), address(found), num_threads())
+    return not found.item()
+
+
 class GroupedInt8Linear(_PanelLinear):
     """int8 weights and activations, both with scales per group of the depth: w8a8.
 
@@ -222,7 +257,7 @@ class Int8Linear(_OwnLinear):
         return len(self.scales)
 
 
-OwnLinear = PackedLinear | Int8Linear | GroupedInt8Linear
+OwnLinear = PackedLinear | PackedBFloat16Linear | Int8Linear | GroupedInt8Linear
 """The layers that our kernels compute."""
 
 

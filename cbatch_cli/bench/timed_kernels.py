@@ -16,13 +16,17 @@ from torch import Tensor
 from cbatch_cli.attention.backend import AttentionBackend
 from cbatch_cli.attention.metadata import AttentionMetadata, LayerSpec
 
-_SETUP = ("pack_linear", "round_int8", "pack_int8", "pack_int8_groups")
+_SETUP = (
+    *("pack_linear", "bits_beyond_bfloat16", "pack_linear_bfloat16"),
+    *("round_int8", "pack_int8", "pack_int8_groups"),
+)
 """These run once, when a model is loaded or a head is first asked for."""
 
 ATTENTION = "attention"
 
 Precision = Literal["float32", "w8a16", "w8a8"]
-"""What a product multiplies: float32, or weights of 8 bits by activations of 16 or of 8."""
+"""What a product multiplies: float32, in whatever weights are kept, or weights of 8 bits by
+activations of 16 or of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +203,14 @@ _NUM_ROWS = 2
 """Which argument of a product is the number of its rows."""
 
 
-def _linear_work(args: tuple[Any, ...]) -> Work:
+def _linear_work(args: tuple[Any, ...], itemsize: int = 4) -> Work:
     rows, depth, columns = args[_NUM_ROWS], args[3], args[6]
-    num_bytes = 4 * depth * columns if rows else 0
+    num_bytes = itemsize * depth * columns if rows else 0
     return Work(flops=2 * rows * depth * columns, num_bytes=num_bytes, num_columns=columns)
+
+
+def _bfloat16_work(args: tuple[Any, ...]) -> Work:
+    return _linear_work(args, itemsize=2)
 
 
 def _int8_work(args: tuple[Any, ...]) -> Work:
@@ -225,6 +233,7 @@ def _grouped_int8_work(args: tuple[Any, ...]) -> Work:
 # What the search for the largest logit computes in float32 beside its 8-bit product is little.
 _WORK = {
     "linear": _linear_work,
+    "linear_bfloat16": _bfloat16_work,
     "linear_int8": _int8_work,
     "largest_int8": _int8_work,
     "linear_int8_groups": _grouped_int8_work,

@@ -22,6 +22,8 @@ CBATCH_IMPORT(activate_and_multiply)(const float*, float*, int64_t, int64_t, int
 CBATCH_IMPORT(attention)(const CbatchAttention*);
 CBATCH_IMPORT(linear)(const float*, int64_t, int64_t, int64_t, const float*, const float*, int64_t,
                       float*, int64_t, int64_t);
+CBATCH_IMPORT(linear_bfloat16)(const float*, int64_t, int64_t, int64_t, const BFloat16*,
+                               const float*, int64_t, float*, int64_t, int64_t);
 CBATCH_IMPORT(linear_int8)(const float*, int64_t, int64_t, int64_t, const int8_t*, const float*,
                            const float*, int64_t, int64_t, float*, int64_t, int64_t);
 CBATCH_IMPORT(linear_int8_groups)(const float*, int64_t, int64_t, int64_t, const uint8_t*,
@@ -50,6 +52,12 @@ void multiply(const CbatchLinear& linear, const float* input, int64_t num_rows, 
             CBATCH_CALL(linear)(input, linear.depth, num_rows, linear.depth,
                                 static_cast<const float*>(linear.packed), linear.bias,
                                 linear.num_columns, output, linear.num_columns, num_threads);
+            break;
+        case kCbatchBFloat16:
+            CBATCH_CALL(linear_bfloat16)(input, linear.depth, num_rows, linear.depth,
+                                         static_cast<const BFloat16*>(linear.packed), linear.bias,
+                                         linear.num_columns, output, linear.num_columns,
+                                         num_threads);
             break;
         case kCbatchInt8:
             CBATCH_CALL(linear_int8)(input, linear.depth, num_rows, linear.depth,

@@ -8,6 +8,7 @@ enum CbatchWeightFormat : int64_t {
     kCbatchFloat32 = 0,
     kCbatchInt8 = 1,        // with a scale per column and group of depths
     kCbatchInt8Groups = 2,  // with scales that are packed too, see int8_groups.h
+    kCbatchBFloat16 = 3,
 };
 
 struct CbatchLinear {

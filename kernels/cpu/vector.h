@@ -36,6 +36,8 @@ typedef float Vec __attribute__((vector_size(4 * kWidth)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t UintVec __attribute__((vector_size(4 * kWidth)));
 typedef float UnalignedVec __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+typedef uint32_t UnalignedUintVec
+    __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kWidth)));
 typedef uint16_t UnalignedHalfVec __attribute__((vector_size(2 * kWidth), aligned(2), may_alias));
 
