@@ -113,11 +113,20 @@ class _PanelLinear(_OwnLinear):
         pack: Callable[..., None],
         multiply: Callable[..., None],
         bytes_per_column: int,
+        notes: tuple[Tensor, ...] = (),
     ) -> None:
+        """`notes` are what `pack` writes beside the packed weight."""
         super().__init__(weight, bias, kernels, multiply)
         weight = weight.contiguous()
         self.packed = torch.empty(self._padded * bytes_per_column, dtype=torch.uint8)
-        pack(address(weight), self.num_columns, self.depth, address(self.packed), num_threads())
+        pack(
+            address(weight),
+            self.num_columns,
+            self.depth,
+            address(self.packed),
+            *(address(of_columns) for of_columns in notes),
+            num_threads(),
+        )
         self._weight_arguments = (address(self.packed), address(self._bias), self.num_columns)
 
 
@@ -151,6 +160,8 @@ class GroupedInt8Linear(_PanelLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         depth = weight.shape[-1]
+        self.errors, self.norms = torch.empty(2, len(weight))
+        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
         super().__init__(
             weight,
             bias,
@@ -158,6 +169,7 @@ class GroupedInt8Linear(_PanelLinear):
             pack=kernels.pack_int8_groups,
             multiply=kernels.linear_int8_groups,
             bytes_per_column=4 * math.ceil(depth / 4) + 8 * math.ceil(depth / self.group),
+            notes=(self.errors, self.norms),
         )
 
 
@@ -177,12 +189,12 @@ class Int8Linear(_OwnLinear):
         weight = weight.contiguous()
         self._kernels = kernels
         self.group = _BLOCK
-        rounded = self._round(weight[:_COLUMNS_TO_JUDGE])
-        if len(rounded) < self.num_columns and not self.errors.any():
-            rounded = self._round(weight)
-        if self.errors.any():
+        rounded, is_changed = self._round(weight[:_COLUMNS_TO_JUDGE])
+        if len(rounded) < self.num_columns and not is_changed:
+            rounded, is_changed = self._round(weight)
+        if is_changed:
             self.group = _GROUP
-            rounded = self._round(weight)
+            rounded, _ = self._round(weight)
         self.packed = torch.empty(self._padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
             address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
@@ -195,13 +207,12 @@ class Int8Linear(_OwnLinear):
             self.group,
         )
 
-    def _round(self, weight: Tensor) -> Tensor:
-        """int8 of a weight's shape."""
+    def _round(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """int8 of a weight's shape, and whether that changed any value."""
         rounded = torch.empty(weight.shape, dtype=torch.int8)
         # Those of the columns that fill the last panel stay 0.
         self.scales = torch.zeros(math.ceil(self.depth / self.group), self._padded)
-        self.errors, self.norms = torch.empty(2, len(weight))
-        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
+        errors = torch.empty(len(weight))
         self._kernels.round_int8(
             address(weight),
             len(weight),
@@ -210,16 +221,10 @@ class Int8Linear(_OwnLinear):
             address(rounded),
             address(self.scales),
             self._padded,
-            address(self.errors),
-            address(self.norms),
+            address(errors),
             num_threads(),
         )
-        return rounded
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a column."""
-        return len(self.scales)
+        return rounded, bool(errors.any())
 
 
 OwnLinear = PackedLinear | Int8Linear | GroupedInt8Linear

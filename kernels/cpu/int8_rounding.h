@@ -68,9 +68,27 @@ int32_t round_group(const GroupValues& values, int count, const Rounding& roundi
     return sum;
 }
 
-// One group of the rows of a tile.
+// What rounding did to a row x that became y, in groups around their middles m: sums of squares.
+struct RowChanges {
+    double values = 0.0, errors = 0.0, spreads = 0.0, middles = 0.0;  // of x, y - x, y - m, m
+
+    void add(const float* from, int count, const Rounding& rounding, const int8_t* rounded) {
+        const double scale = rounding.scale, middle = rounding.middle;
+        for (int k = 0; k < count; ++k) {
+            const double value = from[k], spread = scale * rounded[k];
+            const double error = middle - value + spread;
+            values += value * value;
+            errors += error * error;
+            spreads += spread * spread;
+        }
+        middles += count * (middle * middle);
+    }
+};
+
+// One group of the rows of a tile. `changes` is of its rows, or null where nobody asks.
 void round_rows(const float* input, int64_t stride, int64_t first_row, int num_rows,
-                const Groups& groups, int64_t group, const RoundedRows& rows) {
+                const Groups& groups, int64_t group, const RoundedRows& rows,
+                RowChanges* changes = nullptr) {
     const int count = groups.depths_of(group), num_quads = groups.quads_of(group);
     RowQuad* quads =
         rows.quads + first_row * groups.num_quads + group * kQuadsPerGroup * num_rows;
@@ -92,6 +110,10 @@ void round_rows(const float* input, int64_t stride, int64_t first_row, int num_r
             sum = round_group(values_of(row), count, roundings[row], values);
         } else {
             std::memset(values, 0, sizeof(values));
+        }
+        if (changes != nullptr) {
+            const float* from = input + (first_row + row) * stride + group * kGroup;
+            changes[row].add(from, count, roundings[row], values);
         }
         rows.starts[entry + row] = -128 * sum;
         RowQuad* to = quads + row;
