@@ -135,7 +135,7 @@ class _Search:
             sums = (rounded.depth + _FEW_ROUNDINGS) * _UNIT_ROUNDOFF
             self._errors = self._factors(rounded.errors + 1.01 * sums * rounded.norms)
             self._norms = self._factors(rounded.norms + rounded.errors)
-            # A column that is not finite tells by its outputs.
+            # A panel that is not finite may always have the largest.
             self._largest_norm = float(self._norms.nan_to_num(0.0, posinf=0.0).max())
 
     def largest(self, rows: Tensor) -> tuple[LargestLogits, int]:
@@ -175,8 +175,9 @@ class _Search:
         return largest, int(num_exact.sum())
 
     def _factors(self, bounds: Tensor) -> Tensor:
-        """Of a logit's bound, those of its column."""
-        return self._padded((_MARGIN * bounds).clamp(min=_LEAST_FACTOR), 0.0)
+        """The largest of each panel's columns, not a number where one of them is not."""
+        panels = self._padded(bounds, 0.0).view(-1, self._kernels.panel)
+        return (_MARGIN * panels.amax(dim=1)).clamp(min=_LEAST_FACTOR)
 
     def _padded(self, of_columns: Tensor, value: float) -> Tensor:
         """With `value` for the columns that fill the last panel."""

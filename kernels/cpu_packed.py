@@ -189,12 +189,12 @@ class Int8Linear(_OwnLinear):
         weight = weight.contiguous()
         self._kernels = kernels
         self.group = _BLOCK
-        rounded, is_changed = self._round(weight[:_COLUMNS_TO_JUDGE])
-        if len(rounded) < self.num_columns and not is_changed:
-            rounded, is_changed = self._round(weight)
-        if is_changed:
+        rounded = self._round(weight[:_COLUMNS_TO_JUDGE])
+        if len(rounded) < self.num_columns and not self.errors.any():
+            rounded = self._round(weight)
+        if self.errors.any():
             self.group = _GROUP
-            rounded, _ = self._round(weight)
+            rounded = self._round(weight)
         self.packed = torch.empty(self._padded * 2 * math.ceil(self.depth / 2), dtype=torch.int8)
         kernels.pack_int8(
             address(rounded), self.num_columns, self.depth, address(self.packed), num_threads()
@@ -207,12 +207,13 @@ class Int8Linear(_OwnLinear):
             self.group,
         )
 
-    def _round(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """int8 of a weight's shape, and whether that changed any value."""
+    def _round(self, weight: Tensor) -> Tensor:
+        """int8 of a weight's shape."""
         rounded = torch.empty(weight.shape, dtype=torch.int8)
         # Those of the columns that fill the last panel stay 0.
         self.scales = torch.zeros(math.ceil(self.depth / self.group), self._padded)
-        errors = torch.empty(len(weight))
+        self.errors = torch.empty(len(weight))
+        """`[N]` float32: the norms of what rounding changed in each column."""
         self._kernels.round_int8(
             address(weight),
             len(weight),
@@ -221,10 +222,10 @@ class Int8Linear(_OwnLinear):
             address(rounded),
             address(self.scales),
             self._padded,
-            address(errors),
+            address(self.errors),
             num_threads(),
         )
-        return rounded, bool(errors.any())
+        return rounded
 
 
 OwnLinear = PackedLinear | Int8Linear | GroupedInt8Linear

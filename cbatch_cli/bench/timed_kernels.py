@@ -39,6 +39,8 @@ class Work:
     precision: Precision = "float32"
     num_columns: int = 0
     """Of a product: values in a row of its output."""
+    depth: int = 0
+    """Of a product: values of a row of its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,10 @@ def attention_work(
 def _linear_work(args: tuple[Any, ...]) -> Work:
     rows, depth, columns = args[2], args[3], args[6]
     return Work(
-        flops=2 * rows * depth * columns, num_bytes=4 * depth * columns, num_columns=columns
+        flops=2 * rows * depth * columns,
+        num_bytes=4 * depth * columns,
+        num_columns=columns,
+        depth=depth,
     )
 
 
@@ -170,13 +175,14 @@ def _int8_work(args: tuple[Any, ...]) -> Work:
         num_bytes=depth * columns,
         precision="w8a16",
         num_columns=columns,
+        depth=depth,
     )
 
 
 def _grouped_int8_work(args: tuple[Any, ...]) -> Work:
     work = _linear_work(args)
-    groups = -(-args[3] // GroupedInt8Linear.group)
-    num_bytes = (args[3] + 8 * groups) * work.num_columns
+    groups = -(-work.depth // GroupedInt8Linear.group)
+    num_bytes = (work.depth + 8 * groups) * work.num_columns
     return dataclasses.replace(work, precision="w8a8", num_bytes=num_bytes)
 
 

@@ -45,18 +45,19 @@ void compute_exactly(const float* weight, int64_t depth, const float* row, const
 template <bool IS_EXACT, class Rows>
 int64_t take_panel(const Vocabulary& vocabulary, const Rows& rows, int64_t row, int64_t panel,
                    float lowest, Best* best) {
-    float values[kPanel], highest[kPanel];
-    rows.multiply_row(row, panel, KeepOutputs<IS_EXACT>{vocabulary, row, panel, values, highest});
+    float values[kPanel];
+    rows.multiply_row(row, panel, KeepOutputs{vocabulary, panel, values});
     const int64_t first = panel * kPanel, left = vocabulary.num_columns - first;
     const int64_t size = left < kPanel ? left : kPanel;
     if constexpr (!IS_EXACT) {
         for (int64_t i = 0; i < size; ++i) best->take(values[i], first + i);
         return 0;
     }
+    const float distance = vocabulary.distance(panel, row);
     int64_t kept[kPanel];
     int64_t count = 0;
     for (int64_t i = 0; i < size; ++i) {
-        if (!(highest[i] < lowest)) kept[count++] = first + i;
+        if (!(values[i] + distance < lowest)) kept[count++] = first + i;
     }
     const InputRows& input = vocabulary.input;
     for (int64_t done = 0; done < count; done += kChains) {
@@ -92,18 +93,18 @@ void find_largest(Vocabulary vocabulary, const Rows& rows, int64_t num_threads) 
     }
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
-        const Scratch lane_memory(static_cast<size_t>(num_rows * kWidth) * sizeof(float));
+        const Scratch own_lowest_memory(static_cast<size_t>(num_rows) * sizeof(float));
         const Scratch best_memory(static_cast<size_t>(num_rows) * sizeof(Best));
         const Scratch count_memory(static_cast<size_t>(num_rows) * sizeof(int64_t));
         const Scratch own_peak_memory(static_cast<size_t>(num_rows) * sizeof(Peak));
         Peak* own_peaks = own_peak_memory.as<Peak>();
-        float* lowest_lanes = lane_memory.as<float>();
+        float* own_lowest = own_lowest_memory.as<float>();
         Best* own_best = best_memory.as<Best>();
         int64_t* own_count = count_memory.as<int64_t>();
-        for (int64_t i = 0; i < num_rows * kWidth; ++i) lowest_lanes[i] = -kInfinity;
         for (int64_t row = 0; row < num_rows; ++row) {
             own_best[row] = Best{-kInfinity, vocabulary.num_columns};
             own_count[row] = 0;
+            own_lowest[row] = -kInfinity;
             own_peaks[row] = Peak{-kInfinity, -1};
         }
 #pragma omp for schedule(static)
@@ -121,14 +122,14 @@ void find_largest(Vocabulary vocabulary, const Rows& rows, int64_t num_threads) 
         for (int64_t panel = 0; panel < num_panels; ++panel) {
             float* to = upper + panel * row_stride;
             rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
-                return KeepBounds<IS_EXACT>{vocabulary, first, panel, to, lowest_lanes, own_peaks};
+                return KeepBounds<IS_EXACT>{vocabulary, first, panel, to, own_lowest, own_peaks};
             });
         }
 #pragma omp critical
         for (int64_t row = 0; row < num_rows; ++row) {
-            const float own = max_lanes(load(lowest_lanes + row * kWidth));
-            lowest[row] = own > lowest[row] ? own : lowest[row];
-            if (own_peaks[row].panel >= 0) peaks[row].take(own_peaks[row].bound, own_peaks[row].panel);
+            lowest[row] = own_lowest[row] > lowest[row] ? own_lowest[row] : lowest[row];
+            const Peak& own = own_peaks[row];
+            if (own.panel >= 0) peaks[row].take(own.bound, own.panel);
         }
 #pragma omp barrier
         // What is most likely the largest is computed first: the rest has to reach it.
@@ -190,17 +191,17 @@ CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t nu
 
 // The same of the product of 8-bit activations; or with `weight` [num_columns, depth] of the float32
 // product, which has no bias, and `num_exact` gets how many outputs of each row were computed so.
-// What belongs to columns is padded to whole panels, with a bias of -inf.
+// The errors and norms are the largest of each panel's columns.
 CBATCH_EXPORT(largest_int8_groups)(const float* input, int64_t input_stride, int64_t num_rows,
                                    int64_t depth, const uint8_t* packed, const float* bias,
                                    int64_t num_columns, const float* weight,
-                                   const float* column_errors, const float* column_norms,
+                                   const float* panel_errors, const float* panel_norms,
                                    float largest_norm, float* best, int64_t* best_columns,
                                    int64_t* num_exact, int64_t num_threads) {
     const InputRows rows{input, input_stride, num_rows, depth};
-    const Vocabulary vocabulary{rows,         num_columns,  bias,   best,
-                                best_columns, num_exact,    weight, column_errors,
-                                column_norms, largest_norm, nullptr};
+    const Vocabulary vocabulary{rows,         num_columns, bias,   best,
+                                best_columns, num_exact,   weight, panel_errors,
+                                panel_norms, largest_norm, nullptr};
     const GroupedRows rounded(rows, packed);
     if (weight == nullptr) {
         find_largest<false>(vocabulary, rounded, num_threads);

@@ -24,30 +24,31 @@ struct Peak {
     }
 };
 
-// How far an output may lie from the float32 product's, per unit of a column's error and norm.
+// How far a row's outputs may lie from the float32 product's, per unit of a panel's error and norm.
 struct RowBound {
     float norm, error;
 };
 
-// What is searched. What belongs to columns is padded to whole panels.
+// What is searched.
 struct Vocabulary {
     InputRows input;
     int64_t num_columns;
-    const float* bias;  // -inf for columns that only fill a panel
+    const float* bias;  // padded to whole panels with -inf
     float* best;        // [num_rows], as are the following
     int64_t* best_columns;
     int64_t* num_exact;
     // The rest is for outputs of the float32 product.
-    const float* weight;         // [num_columns, depth]
-    const float* column_errors;  // per unit of a row's norm
-    const float* column_norms;   // per unit of a row's error
-    float largest_norm;          // of a column, of those that are finite
-    RowBound* row_bounds;        // [num_rows], found on the way
+    const float* weight;        // [num_columns, depth]
+    const float* panel_errors;  // per unit of a row's norm: the largest of a panel's columns
+    const float* panel_norms;   // per unit of a row's error
+    float largest_norm;         // of a panel, of those that are finite
+    RowBound* row_bounds;       // [num_rows], found on the way
 
     int64_t num_panels() const { return ceil_div(num_columns, kPanel); }
-    CBATCH_INLINE Vec distance(int64_t column, int64_t row) const {
-        return load(column_errors + column) * row_bounds[row].norm +
-               load(column_norms + column) * row_bounds[row].error;
+    // Between outputs of a panel; not a number or infinite where nothing is known.
+    CBATCH_INLINE float distance(int64_t panel, int64_t row) const {
+        return panel_errors[panel] * row_bounds[row].norm +
+               panel_norms[panel] * row_bounds[row].error;
     }
 };
 
@@ -68,15 +69,15 @@ RowBound bound_row(const RowChanges& changes, int64_t num_groups, float largest_
             static_cast<float>(std::fmax(error * kMargin, kLeast))};
 }
 
-// Keeps the largest upper bound of each row of a tile and, by lanes, its largest lower bound; where
-// bounds are not the outputs themselves, also where the highest one is.
+// Keeps bounds of a panel's largest output for each row of a tile; where they are not that output
+// itself, also in which panel the highest one is.
 template <bool IS_EXACT>
 struct KeepBounds {
     const Vocabulary& vocabulary;
     int64_t first_row, panel;
     float* upper;   // of the panel, by rows
-    float* lowest;  // [row, kWidth]
-    Peak* peaks;    // by rows
+    float* lowest;  // of all panels so far, by rows, as are the peaks
+    Peak* peaks;
 
     template <int ROWS, int VECTORS>
     CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS],
@@ -84,51 +85,40 @@ struct KeepBounds {
         CBATCH_UNROLL
         for (int index = 0; index < ROWS; ++index) {
             const int64_t row = first_row + index;
-            Vec high = splat(-kInfinity), low = load(lowest + row * kWidth);
+            Vec highest = splat(-kInfinity);
             IntVec is_nan = {};
             CBATCH_UNROLL
             for (int v = 0; v < VECTORS; ++v) {
                 const int64_t at = panel * kPanel + v * kWidth;
                 const Vec value = multiply_add(totals[index][v], splat(row_scales[index]),
                                                load(vocabulary.bias + at));
-                Vec highest = value;
-                if constexpr (IS_EXACT) {
-                    const Vec distance = vocabulary.distance(at, row);
-                    highest = value + distance;
-                    low = maximum(value - distance, low);
-                } else {
-                    low = maximum(value, low);
-                }
-                high = maximum(highest, high);
-                is_nan |= highest != highest;
+                highest = maximum(value, highest);
+                is_nan |= value != value;
             }
-            store(lowest + row * kWidth, low);
+            const float value = max_lanes(highest);
+            const float distance = IS_EXACT ? vocabulary.distance(panel, row) : 0.0f;
+            const float high = value + distance, low = value - distance;
             // What is not a number is not below anything.
-            upper[row] = any_lane(is_nan) ? kInfinity : max_lanes(high);
+            upper[row] = high != high || any_lane(is_nan) ? kInfinity : high;
+            lowest[row] = low > lowest[row] ? low : lowest[row];
             if constexpr (IS_EXACT) peaks[row].take(upper[row], panel);
         }
     }
 };
 
-// Writes the outputs of one row and one panel, with their upper bounds.
-template <bool IS_EXACT>
+// Writes the outputs of one row and one panel.
 struct KeepOutputs {
     const Vocabulary& vocabulary;
-    int64_t row, panel;
+    int64_t panel;
     float* values;
-    float* highest;
 
     template <int VECTORS>
     CBATCH_INLINE void operator()(const Vec (&totals)[1][VECTORS],
                                   const float* row_scales) const {
         for (int v = 0; v < VECTORS; ++v) {
             const int64_t at = panel * kPanel + v * kWidth;
-            const Vec value =
-                multiply_add(totals[0][v], splat(row_scales[0]), load(vocabulary.bias + at));
-            store(values + v * kWidth, value);
-            if constexpr (IS_EXACT) {
-                store(highest + v * kWidth, value + vocabulary.distance(at, row));
-            }
+            store(values + v * kWidth,
+                  multiply_add(totals[0][v], splat(row_scales[0]), load(vocabulary.bias + at)));
         }
     }
 };
