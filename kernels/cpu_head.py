@@ -5,24 +5,25 @@ and activations, which reads a quarter of the bytes, bounds every one; those tha
 are then computed in float32, to the bits of the float32 product. The bound is proved, so the
 largest logit is the float32 product's own.
 
-With w the weight of a column and q its rounding, x the row and y its rounding, which is around a
-middle m in every group of depths, |.| the Euclidean norm, K the depth, G the number of groups and
-u = 2^-24:
+With w the weight of a column and q its rounding, x the row and y its rounding, |.| the Euclidean
+norm, K the depth, G the number of groups and u = 2^-24, up to factors of 1 + O(K u):
 
-    |q.y - w.x|            <= |w - q| |x| + |q| |y - x|            (Cauchy-Schwarz)
-    |float32 w.x - w.x|    <= (K + 1) u |w| |x|                    (a chain of K roundings, or K + 1)
-    |8-bit q.y - q.y|      <= (2 G + 2) u |q| (|y - m| + |m|)      (2 G terms, each of 2 roundings)
+    |q.y - w.x|           <= |w - q| |x| + |q| |y - x|       (Cauchy-Schwarz)
+    |float32 w.x - w.x|   <= (K + 1) u |w| |x|               (a chain of K or, without FMA, K + 1)
+    |8-bit q.y - q.y|     <= (2 G + 2) u 16 |q| |x|          (2 G terms, each of 2 roundings)
+    |q|                   <= |w| + |w - q|
 
-up to factors of 1 + O(K u), and |q| <= |w| + |w - q|. In the last line, the terms of a group are
-q.(y - m) and q.m of its depths, whose integers are summed exactly. Norms are of what was rounded in
-fact. So a logit is within
+The 8-bit product sums integers exactly. Of a group g of n <= 64 depths with the middle m it then
+has the terms q_g.(y_g - m) and q_g.m; neither exceeds |q_g| sqrt(n) max|x_g| <= 8 |q_g| |x_g|,
+since the middle lies among the x_g. So a logit is within
 
-    (|w - q| + c |w|) |x| + (|w| + |w - q|) (|y - x| + d (|y - m| + |m|))
+    (|w - q| + c (|w| + |w - q|)) |x| + (|w| + |w - q|) |y - x|
 
-where c and d are the sums of roundings: the first factors are made here, once, the second ones by
-kernels/cpu/largest.cpp for each row. Factors are at least 2^-64: a product of two of them is more
-than what either product loses below the smallest float32, at most 2 K + 3 G values of 2^-150. Where
-|x| |w| is so large that a part could overflow, all columns are computed in float32.
+of the 8-bit one, with c the sum of the roundings. Norms are those of what was rounded in fact, and
+the first factors the largest of a panel of columns, made here; the second ones are made by
+kernels/cpu/vocabulary.h. No factor is below 2^-64: a product of two of them is more than what both
+products lose below the smallest float32, at most 2 K + 3 G times 2^-150. Where |w| |x| is so large
+that anything could overflow, all columns are computed in float32.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from cbatch_kernels.cpu_packed import GroupedInt8Linear, Int8Linear, Linear
 from torch import Tensor
 
 _UNIT_ROUNDOFF = 2.0**-24
-_FEW_ROUNDINGS = 8
-"""More than the roundings of a logit beside those of its sum."""
+_FEW_ROUNDINGS = 64
+"""More than the roundings of a logit that do not grow with the depth."""
 _MARGIN = 1.001
 """For the roundings of the bounds themselves."""
 _LEAST_FACTOR = 2.0**-64
@@ -132,9 +133,12 @@ class _Search:
         self._largest_norm = 0.0
         if weight is not None:
             assert isinstance(rounded, GroupedInt8Linear)
-            sums = (rounded.depth + _FEW_ROUNDINGS) * _UNIT_ROUNDOFF
-            self._errors = self._factors(rounded.errors + 1.01 * sums * rounded.norms)
-            self._norms = self._factors(rounded.norms + rounded.errors)
+            num_groups = math.ceil(rounded.depth / rounded.group)
+            num_roundings = rounded.depth + 32 * num_groups + _FEW_ROUNDINGS
+            norms = rounded.norms + rounded.errors
+            roundings = 1.01 * _UNIT_ROUNDOFF * num_roundings * norms
+            self._errors = self._factors(rounded.errors + roundings)
+            self._norms = self._factors(norms)
             # A panel that is not finite may always have the largest.
             self._largest_norm = float(self._norms.nan_to_num(0.0, posinf=0.0).max())
 

@@ -68,20 +68,17 @@ int32_t round_group(const GroupValues& values, int count, const Rounding& roundi
     return sum;
 }
 
-// What rounding did to a row x that became y, in groups around their middles m: sums of squares.
+// Sums of squares of a row, and of what rounding changed in it.
 struct RowChanges {
-    double values = 0.0, errors = 0.0, spreads = 0.0, middles = 0.0;  // of x, y - x, y - m, m
+    double values = 0.0, errors = 0.0;
 
     void add(const float* from, int count, const Rounding& rounding, const int8_t* rounded) {
         const double scale = rounding.scale, middle = rounding.middle;
         for (int k = 0; k < count; ++k) {
-            const double value = from[k], spread = scale * rounded[k];
-            const double error = middle - value + spread;
+            const double value = from[k], error = middle - value + scale * rounded[k];
             values += value * value;
             errors += error * error;
-            spreads += spread * spread;
         }
-        middles += count * (middle * middle);
     }
 };
 

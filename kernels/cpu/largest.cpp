@@ -114,7 +114,7 @@ void find_largest(Vocabulary vocabulary, const Rows& rows, int64_t num_threads) 
                 const int64_t first = tiles.start(tile);
                 for (int64_t row = first; row < first + tiles.size(tile); ++row) {
                     vocabulary.row_bounds[row] =
-                        bound_row(rows.changes(row), rows.num_groups(), vocabulary.largest_norm);
+                        bound_row(rows.changes(row), vocabulary.largest_norm);
                 }
             }
         }

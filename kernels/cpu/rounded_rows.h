@@ -109,7 +109,6 @@ class GroupedRows {
     }
     // What rounding did to a row.
     const RowChanges& changes(int64_t row) const { return change_memory_.as<RowChanges>()[row]; }
-    int64_t num_groups() const { return groups_.count; }
     bool is_finite(int64_t row) const {
         for (int64_t group = 0; group < groups_.count; ++group) {
             const float scale = rows_product_.rows.scales[row * groups_.count + group];

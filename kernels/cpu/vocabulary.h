@@ -52,19 +52,16 @@ struct Vocabulary {
     }
 };
 
-// The bound of a row that rounding changed so, in a product of so many groups.
-RowBound bound_row(const RowChanges& changes, int64_t num_groups, float largest_norm) {
-    // More than the roundings of an output beside its groups', and than those of the bounds.
-    const double kFewRoundings = 8.0, kMargin = 1.001, kUnitRoundoff = 0x1p-24;
+// The bound of a row that rounding changed so.
+RowBound bound_row(const RowChanges& changes, float largest_norm) {
+    // For the roundings of the bounds themselves.
+    const double kMargin = 1.001;
     // Products of two such bounds are above all that is lost below the smallest float32.
     const double kLeast = 0x1p-64;
     // Below it no part of either product overflows.
     const double kMostSafe = 0x1p90;
-    const double norm = std::sqrt(changes.values);
-    const double size = std::sqrt(changes.spreads) + std::sqrt(changes.middles);
-    const double sums = (2.0 * static_cast<double>(num_groups) + kFewRoundings) * kUnitRoundoff;
-    const double error = std::sqrt(changes.errors) + sums * size;
-    const double most = std::fmax(std::fmax(norm, size), 1.0) * std::fmax(largest_norm, 1.0f);
+    const double norm = std::sqrt(changes.values), error = std::sqrt(changes.errors);
+    const double most = std::fmax(norm, 1.0) * std::fmax(largest_norm, 1.0f);
     return {most < kMostSafe ? static_cast<float>(std::fmax(norm * kMargin, kLeast)) : kInfinity,
             static_cast<float>(std::fmax(error * kMargin, kLeast))};
 }

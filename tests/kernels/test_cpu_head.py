@@ -127,7 +127,7 @@ def test_the_rounding_of_activations_counts(kernels: CPUKernels) -> None:
     """Weights of 8 bits exactly; a row whose roundings all go the same way against one column."""
     row, weight = torch.full((1, 64), 0.49), torch.zeros(70, 64)
     row[0, :2] = torch.tensor([127.0, -127.0])  # one unit of activation is 1.0
-    weight[20, 2:], weight[50, 0] = 127.0, 127.0 / 8
+    weight[20, 2:], weight[50, 0] = 127.0, 28.0
     assert GroupedInt8Linear(weight, None, kernels)(row).argmax() == 50
     head = head_of(weight, kernels)
     assert head.all_logits(row).argmax() == 20
@@ -136,27 +136,41 @@ def test_the_rounding_of_activations_counts(kernels: CPUKernels) -> None:
 
 @each_variant
 def test_the_rounding_of_weights_counts(kernels: CPUKernels) -> None:
-    """A row that 8 bits hold; a column whose roundings all go the same way."""
+    """A row that 8 bits hold; columns whose roundings all go the same way, each its own."""
     row, weight = torch.ones(1, 64), torch.zeros(70, 64)
-    weight[:, 0], weight[20, 1:], weight[50, 1:25] = 127.0, 0.49, 1.0
-    assert GroupedInt8Linear(weight, None, kernels)(row).argmax() == 50
+    weight[:, 0], weight[20, 1:], weight[50, 1:41] = 127.0, 0.49, 0.51
+    rounded = GroupedInt8Linear(weight, None, kernels)(row)[0]
+    assert rounded[[20, 50]].tolist() == [127.0, 167.0]
     head = head_of(weight, kernels)
     assert head.all_logits(row).argmax() == 20
     check(head, row)
 
 
 @each_variant
-def test_the_first_product_s_own_roundings_count(kernels: CPUKernels) -> None:
-    """Weights and rows that 8 bits hold, with middles above all logits, whose sums round."""
-    generator = torch.Generator().manual_seed(22)
-    integers = torch.randint(-127, 128, (500, 128), generator=generator).float()
-    integers[:, [0, 64]], integers[:, [1, 65]] = 127.0, -127.0
-    # Every column is orthogonal to what is constant in a group, but for a few units.
-    for group in integers.split(64, dim=1):
-        group[:, 2:] -= (group.sum(dim=1, keepdim=True) / 62).round()
-        group.clamp_(-127.0, 127.0)
-    signs = torch.randint(0, 2, (40, 128), generator=generator) * 2.0 - 1.0
-    check(head_of(integers, kernels), 3e4 / 7 + signs * 2.0**-10)
+def test_the_roundings_of_the_float32_product_count(kernels: CPUKernels) -> None:
+    """Nothing but a long sum is rounded, up at nearly every step, from 0.51 to 1."""
+    row, weight = torch.full((1, 640), 0.5), torch.zeros(70, 640)
+    row[:, :64] = 512.0
+    weight[[20, 50], :64] = 508.0  # products of 64 * 508 * 512, just below 2^24
+    weight[20, 64:] = 1.02
+    weight[50, 0] += 440 / 512
+    head = head_of(weight, kernels)
+    logits = head.all_logits(row)[0]
+    assert logits.argmax() == 20 and logits[50] > row[0].double() @ weight[20].double() + 100
+    check(head, row)
+
+
+@each_variant
+@pytest.mark.parametrize(("of_weight", "of_row"), [(-75, -75), (-110, -40), (-40, -110)])
+def test_what_is_lost_below_the_smallest_number_counts(
+    kernels: CPUKernels, of_weight: int, of_row: int
+) -> None:
+    """Products of 0.75 of it, which become 1 as they are added."""
+    row, weight = torch.full((1, 64), 1.5 * 2.0**of_row), torch.zeros(70, 64)
+    weight[20], weight[50, 0] = 2.0**of_weight, 72 * 2.0**of_weight
+    head = head_of(weight, kernels)
+    assert (head.all_logits(row)[0, [20, 50]].double() * 2.0**149).tolist() == [64, 54]
+    check(head, row)
 
 
 @each_variant
