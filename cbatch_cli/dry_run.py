@@ -11,6 +11,7 @@ from cbatch_cli.data.output_schema import output_schema
 from cbatch_cli.data.output_target import resolve_target
 from cbatch_cli.data.prompt_columns import PromptColumns
 from cbatch_cli.shard import resolve_shard
+from cbatch_cli.text.templates import load_template
 
 
 def describe_job(config: JobConfig) -> dict[str, Any]:
@@ -21,6 +22,8 @@ def describe_job(config: JobConfig) -> dict[str, Any]:
     shard = resolve_shard(config.shard, os.environ)
     target = resolve_target(config.output, config.inputs, shard)
     source, prompt = open_job_input(config)
+    if config.template is not None:
+        load_template(config.template)
     schema = output_schema(
         source.arrow_schema(prompt),
         output_column=config.output_column,

@@ -52,7 +52,7 @@ from cbatch_cli.request import FinishReason, Request, SamplingParams
 from cbatch_cli.resume import RunPlan, job_fingerprint, plan_run, settled_by_model, tidy_spools
 from cbatch_cli.shard import resolve_shard
 from cbatch_cli.text.prompts import PromptEncoder
-from cbatch_cli.text.templates import read_template
+from cbatch_cli.text.templates import load_template
 
 _LARGEST_BATCH = 256
 """Rows tokenised in one call; the first batches are smaller so that the engine starts at once."""
@@ -84,7 +84,7 @@ def run_job(
         work_dir = stack.enter_context(WorkDir(target.work_dir))
         stack.callback(tidy_spools, work_dir)
         source, prompt = open_job_input(config, spool_dir=work_dir.path)
-        template = None if config.template is None else read_template(config.template)
+        template = None if config.template is None else load_template(config.template)
         if not work_dir.has_run:
             loader.check(config.engine)
         plan = plan_run(

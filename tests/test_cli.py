@@ -384,6 +384,8 @@ def test_dry_run_for_programs_and_its_errors(capsys: Any) -> None:
     assert (found["rows"], found["output"], found["sampling"]) == (6, "x.parquet", {})
     assert main(["run", name, "--dry-run", "--template", "{{ weight }}"]) == 0
     assert "prompt   the template\n" in capsys.readouterr().out
+    assert main(["run", name, "--dry-run", "--template", "{{ weight"]) == 2
+    assert "--template does not compile" in capsys.readouterr().err
     assert main(["run", name, "--dry-run", "--prompt-column", "promt"]) == 2
     assert "did you mean 'prompt'" in capsys.readouterr().err
 

@@ -107,6 +107,17 @@ def test_2_usage(arguments: list[str]) -> None:
     assert sorted(Path().iterdir()) == before
 
 
+def test_2_a_broken_template_is_told_before_a_model_is_loaded(
+    use_loader: UseLoader, capsys: Any
+) -> None:
+    def fail(*arguments: object) -> Any:
+        raise AssertionError("a model was loaded")
+
+    use_loader(EngineLoader(identify=NULL_LOADER.identify, load=fail))
+    assert main(["run", "in.jsonl", "--template", "{{ prompt"]) == 2
+    assert "--template does not compile" in capsys.readouterr().err
+
+
 def test_2_an_output_in_the_way() -> None:
     Path("out.parquet").write_text("mine")
     assert run() == 2

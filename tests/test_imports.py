@@ -39,7 +39,7 @@ OURS: dict[str, set[str]] = {
     "cli_options": {"config", "cli_help"},
     "cli_output_options": {"config", "cli_help"},
     "doctor_options": {"cli_help"},
-    "dry_run": {"config", "errors", "shard", "data"},
+    "dry_run": {"config", "errors", "shard", "data", "text"},
     "bench": {"", "errors", "request", "config", "engine", "text", "data"}
     | {"assembly", "generation", "bench"},
     "bench/options": {"bench/config", "bench/suite", "cli_help"},

@@ -46,6 +46,16 @@ def read_template(template: str) -> str:
         raise UsageError(f"cannot read the template {path}: {error}") from None
 
 
+def load_template(template: str) -> str:
+    """`read_template` of one that compiles, so that a wrong one is told before a model is loaded.
+
+    Raises as `read_template` and `TemplateRenderer` do.
+    """
+    text = read_template(template)
+    TemplateRenderer(row_template=text).close()
+    return text
+
+
 class TemplateRenderer:
     """Renders rows through the user's template and messages through the model's chat template.
 

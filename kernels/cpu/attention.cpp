@@ -75,7 +75,7 @@ class Attention {
 #pragma omp for schedule(static)
             for (int64_t token = 0; token < args_.num_tokens; ++token) store_token(token);
 #pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < num_items_; ++i) attend(items_[i], query, sums);
+            for (int64_t i = 0; i < num_items_; ++i) attend(items_[in_turn(i)], query, sums);
             if (num_partials_ > 0) {
 #pragma omp for schedule(dynamic)
                 for (int64_t i = 0; i < num_items_; ++i) merge(items_[i], sums);
@@ -95,6 +95,12 @@ class Attention {
         }
         std::sort(items_, items_ + num_items_,
                   [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });
+    }
+
+    // The most costly item left and the cheapest left in turn: chunks compute while decodes wait for
+    // memory, so that threads which do one of each take less time than two of a kind.
+    int64_t in_turn(int64_t i) const {
+        return i % 2 == 0 ? i / 2 : num_items_ - 1 - i / 2;
     }
 
     void add_items(const Tile& tile, bool splits_tiles) {

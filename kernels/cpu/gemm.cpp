@@ -10,8 +10,12 @@
 namespace {
 
 constexpr int kLinesPerStep = kPanel * 4 > 64 ? kPanel * 4 / 64 : 1;
-// How far ahead weights are fetched that are read once, in steps of depth.
-constexpr int kPrefetchSteps = 16;
+// How far ahead weights are fetched that are read once, in steps of depth: by panels one after
+// another, and by several at once.
+constexpr int kPrefetchSteps = 64, kPrefetchStepsOfEach = 32;
+// Up to so many tiles memory is what is waited for, and the second cache can have more lines on their
+// way than the first; with more tiles computing is, for which weights lie better in the first.
+constexpr int64_t kTilesToWaitForMemory = 2;
 
 struct Product {
     const float* panels;
@@ -21,7 +25,7 @@ struct Product {
 };
 
 // Step k of `input` holds ROWS values. Computes ROWS x (PANELS x kPanel) outputs.
-template <int ROWS, int PANELS>
+template <int ROWS, int PANELS, int LOCALITY>
 CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t first_row,
                             int64_t first_panel, NextWeights next) {
     constexpr int kVectors = 2 * PANELS, kColumns = PANELS * kPanel;
@@ -41,9 +45,11 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
         for (int v = 0; v < kVectors; ++v) {
             const float* step = panels + (v / 2 * depth + k) * kPanel + v % 2 * kWidth;
             weight[v] = load(step);
-            if constexpr (PANELS > 1) __builtin_prefetch(step + kPrefetchSteps * kPanel);
+            if constexpr (PANELS > 1) {
+                __builtin_prefetch(step + kPrefetchStepsOfEach * kPanel, 0, LOCALITY);
+            }
         }
-        if constexpr (PANELS == 1) next.fetch<kLinesPerStep>(k);
+        if constexpr (PANELS == 1) next.fetch<kLinesPerStep, LOCALITY>(k);
         CBATCH_UNROLL
         for (int row = 0; row < ROWS; ++row) {
             const Vec value = splat(input[k * ROWS + row]);
@@ -76,13 +82,13 @@ CBATCH_INLINE void multiply(const Product& product, const float* input, int64_t 
     }
 }
 
-template <int ROWS>
+template <int ROWS, int LOCALITY>
 void multiply_tile(int num_rows, const Product& product, const float* input, int64_t first_row,
                    int64_t panel, NextWeights next) {
     if (num_rows == ROWS) {
-        multiply<ROWS, 1>(product, input, first_row, panel, next);
+        multiply<ROWS, 1, LOCALITY>(product, input, first_row, panel, next);
     } else if constexpr (ROWS > 1) {
-        multiply_tile<ROWS - 1>(num_rows, product, input, first_row, panel, next);
+        multiply_tile<ROWS - 1, LOCALITY>(num_rows, product, input, first_row, panel, next);
     }
 }
 
@@ -93,11 +99,12 @@ void multiply_panel(const Product& product, const float* rows, const RowTiles& t
     // A single tile reads its panel once: what it needs next is a little further on.
     const int64_t steps_ahead = num_tiles == 1 ? kPrefetchSteps : panels_ahead * depth;
     const float* ahead = product.panels + (panel * depth + steps_ahead) * kPanel;
+    const auto multiply = num_tiles <= kTilesToWaitForMemory ? multiply_tile<kMaxRows, 2>
+                                                             : multiply_tile<kMaxRows, 3>;
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
         const int64_t first = tiles.start(tile);
-        multiply_tile<kMaxRows>(
-            tiles.size(tile), product, rows + first * depth, first, panel,
-            NextWeights(ahead, kPanel * sizeof(float), depth, tile - first_tile, num_tiles));
+        multiply(tiles.size(tile), product, rows + first * depth, first, panel,
+                 NextWeights(ahead, kPanel * sizeof(float), depth, tile - first_tile, num_tiles));
     }
 }
 
@@ -116,10 +123,10 @@ void pack_rows(const float* from, int64_t stride, int size, int64_t depth, float
 void multiply_few(int num_rows, const Product& product, const float* input, int64_t panel) {
     const NextWeights none(nullptr, 0, 1, 0, 1);
     if (num_rows == 1) {
-        multiply<1, 4>(product, input, 0, panel, none);
+        multiply<1, 4, 2>(product, input, 0, panel, none);
     } else {
-        multiply<2, 2>(product, input, 0, panel, none);
-        multiply<2, 2>(product, input, 0, panel + 2, none);
+        multiply<2, 2, 2>(product, input, 0, panel, none);
+        multiply<2, 2, 2>(product, input, 0, panel + 2, none);
     }
 }
 
