@@ -65,17 +65,22 @@ class Decoder:
             layer.row_sizes(arguments) for layer, arguments in zip(layers, bound, strict=True)
         }
         tables = np.array([call.tables for call in calls])
-        self._rows_of_tables = [np.flatnonzero(tables == i) for i in range(tables.max() + 1)]
+        self._layers_of_tables = [np.flatnonzero(tables == i) for i in range(tables.max() + 1)]
         self._rotates = np.array([layer.rotates for layer in layers], dtype=np.int64)
 
-    def __call__(self, hidden_states: Tensor, tables: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """`[T, C]`, which is overwritten, to the last layer's output `[T, C]`.
+    def __call__(
+        self, hidden_states: Tensor, tables: Sequence[tuple[Tensor, Tensor]], rows: Tensor
+    ) -> Tensor:
+        """`[T, C]`, which is overwritten, to the last layer's output `[N, C]` at `rows`.
 
-        `tables` are pairs of cosines and sines `[T, R]`. Raises `ValueError` for what is not
-        contiguous float32.
+        `tables` are pairs of cosines and sines `[T, R]`, `rows` are int64 `[N]`. Raises
+        `ValueError` for what is not contiguous float32 or int64, `IndexError` for rows beyond T.
         """
         check_rows(hidden_states, *(table for pair in tables for table in pair))
-        num_tokens = len(hidden_states)
+        num_tokens, num_rows = len(hidden_states), len(rows)
+        is_pruned = num_rows < num_tokens
+        if is_pruned:
+            _check_indices(rows, num_tokens)
         other = torch.empty_like(hidden_states)
         words, columns = self._words, LAYER_COLUMNS
         # Each layer reads what the one before it has written.
@@ -85,16 +90,28 @@ class Decoder:
         words[:, columns["workspace"]] = self._workspace.address_of(
             max(num_workspace_floats(num_tokens, sizes) for sizes in self._row_sizes)
         )
-        for rows, (cosines, sines) in zip(self._rows_of_tables, tables, strict=True):
-            words[rows, columns["cosines"]] = cosines.data_ptr()
-            words[rows, columns["sines"]] = sines.data_ptr()
-            words[rows, columns["rotary_dim"]] = cosines.shape[1] * self._rotates[rows]
+        words[:, columns["num_rows"]] = num_tokens
+        if is_pruned:
+            # Every layer but the last is read by the next one's keys and values of all tokens.
+            words[-1, columns["rows"]], words[-1, columns["num_rows"]] = rows.data_ptr(), num_rows
+        for layers, (cosines, sines) in zip(self._layers_of_tables, tables, strict=True):
+            words[layers, columns["cosines"]] = cosines.data_ptr()
+            words[layers, columns["sines"]] = sines.data_ptr()
+            words[layers, columns["rotary_dim"]] = cosines.shape[1] * self._rotates[layers]
         self._attention_words[...] = self._attention
         self._attention_words[:, _OWN] = self._own_words
         self._attention_words[:, ATTENTION_COLUMNS["num_tokens"]] = num_tokens
         for kernels, arguments in self._steps:
             kernels.decoder_layer(arguments)
-        return other if len(self._steps) % 2 else hidden_states
+        output = other if len(self._steps) % 2 else hidden_states
+        return output[:num_rows] if is_pruned else output.index_select(0, rows)
+
+
+def _check_indices(rows: Tensor, num_tokens: int) -> None:
+    if rows.dtype != torch.int64 or not rows.is_contiguous():
+        raise ValueError(f"{rows.dtype} {list(rows.shape)} is not contiguous int64")
+    if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < num_tokens):
+        raise IndexError(f"rows lie outside of {num_tokens} tokens")
 
 
 # `scale` and `softcap` share a word.

@@ -106,7 +106,7 @@ class DecoderLayer:
         arguments.attention.scale = scale
         arguments.attention.softcap = softcap or 0.0
         arguments.attention.sinks = address(sinks)
-        arguments.attention.num_tokens = num_tokens
+        arguments.attention.num_tokens = arguments.num_rows = num_tokens
         self.kernels.decoder_layer(ctypes.addressof(arguments))
         return output
 
@@ -114,8 +114,9 @@ class DecoderLayer:
         """Floats per token of each part of the workspace."""
         weights = self._weights
         dim = weights.output.num_columns
+        attended = attention.num_heads * attention.value_head_dim
         return (
-            *(dim, dim, weights.qkv.num_columns, attention.num_heads * attention.value_head_dim),
+            *(dim, dim, weights.qkv.num_columns, attended, attended),
             *(weights.gate_up.num_columns, weights.down.depth),
         )
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 7
+_INTERFACE_VERSION = 8
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -84,6 +84,7 @@ class AttentionArguments(ctypes.Structure):
         ("seq_lens", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("first_queries", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int64),
@@ -136,6 +137,8 @@ class LayerArguments(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("rotary_dim", ctypes.c_int64),
         ("activation", ctypes.c_int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -20,6 +21,7 @@ from cbatch_cli.bench.config import build_bench_config
 from cbatch_cli.bench.cpu_ceilings import Ceilings, CeilingSizes, measure_ceilings
 from cbatch_cli.bench.cpu_phases import (
     ProfiledRun,
+    as_one_pass,
     in_float32,
     least_s,
     phase_measurements,
@@ -33,6 +35,7 @@ from cbatch_cli.bench.timed_kernels import (
     Call,
     CallRecorder,
     Precision,
+    TimedBackend,
     TimedKernels,
     Work,
     attention_work,
@@ -41,6 +44,7 @@ from cbatch_cli.bench.workload import Workload
 from cbatch_cli.cli import main
 from cbatch_cli.config import EngineConfig
 from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults
+from cbatch_cli.models.packed_step import first_step_metadata
 from cbatch_cli.request import Request, RequestKey, SamplingParams
 from tests.cpu_variants import variants
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_llama
@@ -177,6 +181,49 @@ def test_calls_are_noted_while_the_recorder_is_on() -> None:
     ]
 
 
+class FakeBackend:
+    """Attention that computes nothing."""
+
+    def begin_step(self, metadata: object) -> None:
+        pass
+
+    def forward(self, layer: LayerSpec, *states: object) -> None:
+        pass
+
+
+def test_the_last_layer_of_one_pass_needs_only_the_rows_that_sample() -> None:
+    """Of sequences of 9, 3 and 5 new tokens: two of the first, none of the second, the last."""
+    recorder = CallRecorder(itertools.count().__next__)
+    kernels = TimedKernels(FakeKernels(), recorder)
+    specs = [
+        LayerSpec(index=index, num_heads=2, num_kv_heads=1, head_dim=4, value_head_dim=4)
+        for index in range(2)
+    ]
+    backend = TimedBackend(FakeBackend(), recorder, itemsize=4, last_layer=1)  # type: ignore[arg-type]
+    metadata = first_step_metadata((9, 3, 5), 16, torch.device("cpu"))
+    linear, head = (0, 0, 17, 5, 0, 0, 7), (0, 0, 3, 5, 0, 0, VOCAB)
+    with recorder.recording() as noted:
+        for sampling in ([16, 7, 8], []):
+            backend.begin_step([metadata])
+            recorder.sample_indices = sampling
+            for spec in specs:
+                kernels.linear(*linear)
+                backend.forward(spec)
+                kernels.linear(*linear)
+            kernels.linear(*head[:2], len(sampling), *head[3:])
+    works = [call.work for call in noted]
+    needed = [call.work for call in as_one_pass(noted)]
+    assert needed[:4] == works[:4] and needed[7:11] == works[7:11]
+    # All scores of the three, then of what samples: 8 and 9 of the first, 5 of the last; each is
+    # 16 operations of 2 heads. The first and the last read 14 positions of 32 bytes.
+    assert works[4].flops == works[11].flops == (45 + 6 + 15) * 32
+    assert needed[4] == Work(flops=(8 + 9 + 5) * 32, num_bytes=14 * 32)
+    assert works[5] == Work(2 * 17 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7, depth=5)
+    assert needed[5] == dataclasses.replace(works[5], flops=2 * 3 * 5 * 7)
+    assert needed[6] == works[6] and works[6].flops == 2 * 3 * 5 * VOCAB
+    assert not any(work.flops or work.num_bytes for work in needed[11:])
+
+
 @pytest.fixture(scope="module")
 def kernels() -> CPUKernels:
     return load_kernels()
@@ -216,6 +263,13 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
                 nn.functional.linear(torch.empty(num_tokens, module.in_features), weight)
     linears = run.calls_of("linears")
     assert sum(call.work.flops for call in linears) == counter.get_total_flops()
+    assert model.is_one_pass
+    last = model.loaded.model.module.model.layers[-1]
+    pruned = [last.self_attn.o_proj, last.mlp.gate_proj, last.mlp.up_proj, last.mlp.down_proj]
+    left_out = sum(2 * module.in_features * module.out_features for module in pruned)
+    assert sum(call.work.flops for call in as_one_pass(linears)) == (
+        counter.get_total_flops() - (num_tokens - num_answers) * left_out
+    )
     head = run.calls_of("head")
     kernel = "largest_int8" if quantization == "w8a16" else "largest_int8_groups"
     assert {call.kernel for call in head} == {kernel}
@@ -294,6 +348,19 @@ def test_the_settings_are_swept_as_often_as_is_said_and_on_rows_that_are_named(
     assert swept.title.endswith("; 1 round, tokens in and out, no prefix caching")
     assert swept.measurements[-1].note == "nothing is stored, which takes --repeat 2 or more"
     assert not (tmp_path / "stored").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_roofline_is_of_the_pass_that_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Transformers' own pass, as of a model that is not fused, computes all rows of all layers."""
+    folder = save_tiny_model(name, tmp_path)
+    monkeypatch.setattr(cpu_suite, "as_one_pass", lambda calls: [])
+    sections = measure_sizes(settings(folder, repeat=1), no_log, sizes=TINY)
+    *_, roofline = itertools.islice(sections, 4)
+    assert roofline.title == "The products and attention of a plain run at the ceilings"
+    assert (roofline.measurements[0].value == 0.0) is (name == "llama")
 
 
 def test_a_sweep_has_time_by_its_rounds() -> None:

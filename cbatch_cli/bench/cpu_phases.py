@@ -53,11 +53,18 @@ def least_s(calls: Iterable[Call], ceilings: Ceilings) -> float:
     return sum(max(seconds, reading[step]) for step, seconds in computing.items())
 
 
+def as_one_pass(calls: Iterable[Call]) -> Iterator[Call]:
+    """The work of a pass whose last layer computes only the rows that sample."""
+    for call in calls:
+        yield call if call.sampled is None else dataclasses.replace(call, work=call.sampled)
+
+
 def in_float32(calls: Iterable[Call]) -> Iterator[Call]:
     """The same work with every logit computed in float32, as other engines do."""
     for call in calls:
         if call.work.precision != "float32":
-            num_bytes = 4 * call.work.depth * call.work.num_columns
+            float32_bytes = 4 * call.work.depth * call.work.num_columns
+            num_bytes = float32_bytes if call.work.num_bytes else 0
             work = dataclasses.replace(call.work, precision="float32", num_bytes=num_bytes)
             call = dataclasses.replace(call, work=work)
         yield call

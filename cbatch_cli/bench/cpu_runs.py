@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cbatch_kernels.cpu_library import CPUKernels
 
@@ -58,6 +59,12 @@ class TimedModel:
         fusion = self.loaded.fusion
         return fusion is not None and fusion.num_fused == fusion.num_layers
 
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether plain runs are one pass, whose last layer computes only the rows that sample."""
+        fusion = self.loaded.fusion
+        return fusion is not None and fusion.is_one_pass
+
     def run(self, requests: Sequence[Request], config: EngineConfig) -> PlainRun:
         """Answer all requests, texts included. Raises `EngineError` for one that fails."""
         with self.recorder.recording() as calls:
@@ -70,19 +77,36 @@ class TimedModel:
         )
 
     def profile(self) -> ProfiledRun:
-        """Answer the workload with every kernel called by itself, which gives the same bits."""
-        itemsize = resolve_kv_dtype(self.loaded.model, self.config).itemsize
-        with self.recorder.recording() as calls:
-            stats, _ = self._answer(
-                self.workload.requests,
-                self.config,
-                lambda backend: TimedBackend(backend, self.recorder, itemsize=itemsize),
-            )
+        """Answer the workload with every kernel called by itself, which gives the same bits.
+
+        All layers compute all rows then, in transformers' own pass.
+        """
+        model = self.loaded.model
+        itemsize = resolve_kv_dtype(model, self.config).itemsize
+
+        def note_samples(_: object, __: object, inputs: dict[str, Any]) -> None:
+            self.recorder.sample_indices = inputs["logits_to_keep"].tolist()
+
+        handle = model.module.register_forward_pre_hook(note_samples, with_kwargs=True)
+        try:
+            with self.recorder.recording() as calls:
+                stats, _ = self._answer(
+                    self.workload.requests,
+                    self.config,
+                    lambda backend: TimedBackend(
+                        backend,
+                        self.recorder,
+                        itemsize=itemsize,
+                        last_layer=model.layer_specs[-1].index,
+                    ),
+                )
+        finally:
+            handle.remove()
         return ProfiledRun(
             calls=calls,
             wall_s=stats.wall_s,
             sampling_s=stats.phases_s["sample"],
-            vocab_size=self.loaded.model.vocab_size,
+            vocab_size=model.vocab_size,
         )
 
     def _answer(

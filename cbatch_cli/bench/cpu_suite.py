@@ -10,7 +10,7 @@ from statistics import median
 from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels
 
 from cbatch_cli.bench.cpu_ceilings import Ceilings, CeilingSizes, measure_ceilings
-from cbatch_cli.bench.cpu_phases import phase_measurements, roofline_measurements
+from cbatch_cli.bench.cpu_phases import as_one_pass, phase_measurements, roofline_measurements
 from cbatch_cli.bench.cpu_runs import PlainRun, TimedModel, load_timed
 from cbatch_cli.bench.cpu_sweep import (
     LEAST_ROUNDS,
@@ -71,11 +71,14 @@ def measure_sizes(settings: SuiteSettings, log: Log, *, sizes: CPUSizes) -> Iter
         measurements=list(phase_measurements(profiled, ceilings)),
     )
     wall_s = median(run.stats.wall_s for run in runs)
+    calls = profiled.calls
+    if model.is_one_pass:
+        calls = list(as_one_pass(calls))
     yield Section(
-        title="The same products and attention at the ceilings",
+        title="The products and attention of a plain run at the ceilings",
         measurements=list(
             roofline_measurements(
-                profiled.calls,
+                calls,
                 ceilings,
                 wall_s=wall_s,
                 is_float32=config.quantization == "none",

@@ -51,6 +51,8 @@ class Call:
     kernel: str
     seconds: float
     work: Work
+    sampled: Work | None = None
+    """What is left of it where the last layer computes only the rows that sample; None: all."""
 
 
 class CallRecorder:
@@ -59,13 +61,17 @@ class CallRecorder:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.calls: list[Call] = []
+        self.sample_indices: Sequence[int] = ()
+        """The tokens of the step, by their places in the pack, that sample."""
+        self.only_samples = False
+        """Whether no other rows are needed from now on in the step."""
         self._is_on = False
         self._step = 0
 
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:
         """Forget what was noted, and note the calls of the block; they stay in the list."""
-        self.calls, self._step, self._is_on = [], 0, True
+        self.calls, self._step, self._is_on, self.only_samples = [], 0, True, False
         try:
             yield self.calls
         finally:
@@ -74,11 +80,14 @@ class CallRecorder:
     def begin_step(self) -> None:
         """Calls from now on belong to the next step."""
         self._step += 1
+        self.only_samples = False
 
-    def add(self, kernel: str, start: float, end: float, work: Work) -> None:
+    def add(
+        self, kernel: str, start: float, end: float, work: Work, sampled: Work | None = None
+    ) -> None:
         """A call from `start` to `end` by the clock."""
         if self._is_on:
-            self.calls.append(Call(self._step, kernel, end - start, work))
+            self.calls.append(Call(self._step, kernel, end - start, work, sampled))
 
 
 class TimedKernels:
@@ -100,7 +109,14 @@ class TimedKernels:
             start = clock()
             function(*args)
             end = clock()
-            recorder.add(name, start, end, Work() if work_of is None else work_of(args))
+            if work_of is None:
+                recorder.add(name, start, end, Work())
+                return
+            work, sampled = work_of(args), None
+            if recorder.only_samples:
+                num_rows = min(args[_NUM_ROWS], len(recorder.sample_indices))
+                sampled = work_of((*args[:_NUM_ROWS], num_rows, *args[_NUM_ROWS + 1 :]))
+            recorder.add(name, start, end, work, sampled)
 
         return timed
 
@@ -109,11 +125,15 @@ class TimedBackend:
     """An attention backend that is timed.
 
     It is no `CPUAttentionBackend`, so that fused layers go step by step and call each kernel by
-    itself. `itemsize` is of the cached keys and values, in bytes.
+    itself. `itemsize` is of the cached keys and values, in bytes; `last_layer` is the index of the
+    attention layer that runs last.
     """
 
-    def __init__(self, backend: AttentionBackend, recorder: CallRecorder, *, itemsize: int) -> None:
+    def __init__(
+        self, backend: AttentionBackend, recorder: CallRecorder, *, itemsize: int, last_layer: int
+    ) -> None:
         self._backend, self._recorder, self._itemsize = backend, recorder, itemsize
+        self._last_layer = last_layer
         self._metadata: Sequence[AttentionMetadata] = ()
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> None:
@@ -128,11 +148,30 @@ class TimedBackend:
         output = self._backend.forward(layer, *states, **options)
         end = self._recorder.clock()
         step = self._metadata[layer.group]
-        work = attention_work(
-            layer, step.query_lens_cpu, step.seq_lens_cpu, itemsize=self._itemsize
-        )
-        self._recorder.add(ATTENTION, start, end, work)
+        query_lens, seq_lens = step.query_lens_cpu, step.seq_lens_cpu
+        work = attention_work(layer, query_lens, seq_lens, itemsize=self._itemsize)
+        sampled = None
+        if layer.index == self._last_layer:
+            kept = sampled_lens(query_lens, seq_lens, self._recorder.sample_indices)
+            sampled = attention_work(layer, *kept, itemsize=self._itemsize)
+            self._recorder.only_samples = True
+        self._recorder.add(ATTENTION, start, end, work, sampled)
         return output
+
+
+def sampled_lens(
+    query_lens: Sequence[int], seq_lens: Sequence[int], sample_indices: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """`query_lens` and `seq_lens` of the sequences that sample, from the first token that does."""
+    kept_query_lens, kept_seq_lens = [], []
+    end = 0
+    for new, length in zip(query_lens, seq_lens, strict=True):
+        start, end = end, end + new
+        first = min((index for index in sample_indices if start <= index < end), default=end)
+        if first < end:
+            kept_query_lens.append(end - first)
+            kept_seq_lens.append(length)
+    return kept_query_lens, kept_seq_lens
 
 
 def attention_work(
@@ -158,21 +197,25 @@ def attention_work(
     )
 
 
+_NUM_ROWS = 2
+"""Which argument of a product is the number of its rows."""
+
+
 def _linear_work(args: tuple[Any, ...]) -> Work:
-    rows, depth, columns = args[2], args[3], args[6]
+    rows, depth, columns = args[_NUM_ROWS], args[3], args[6]
     return Work(
         flops=2 * rows * depth * columns,
-        num_bytes=4 * depth * columns,
+        num_bytes=4 * depth * columns if rows else 0,
         num_columns=columns,
         depth=depth,
     )
 
 
 def _int8_work(args: tuple[Any, ...]) -> Work:
-    rows, depth, columns = args[2], args[3], args[7]
+    rows, depth, columns = args[_NUM_ROWS], args[3], args[7]
     return Work(
         flops=2 * rows * depth * columns,
-        num_bytes=depth * columns,
+        num_bytes=depth * columns if rows else 0,
         precision="w8a16",
         num_columns=columns,
         depth=depth,
@@ -182,7 +225,7 @@ def _int8_work(args: tuple[Any, ...]) -> Work:
 def _grouped_int8_work(args: tuple[Any, ...]) -> Work:
     work = _linear_work(args)
     groups = -(-work.depth // GroupedInt8Linear.group)
-    num_bytes = (work.depth + 8 * groups) * work.num_columns
+    num_bytes = (work.depth + 8 * groups) * work.num_columns if work.num_bytes else 0
     return dataclasses.replace(work, precision="w8a8", num_bytes=num_bytes)
 
 

@@ -76,9 +76,9 @@ class FusedDecoder:
             positions = position_ids[None]
             embedded = self._embedding(token_ids[None])
             tables = [rotate(embedded, positions) for rotate in self._rotations]
-            hidden_states = decoder(embedded[0], [(cos[0], sin[0]) for cos, sin in tables])
+            pairs = [(cos[0], sin[0]) for cos, sin in tables]
             # A norm looks at one row at a time: only those that sample are normed.
-            rows = hidden_states.index_select(0, sample_indices)
+            rows = decoder(embedded[0], pairs, sample_indices)
             logits: Tensor = self._head(self._norm(rows[None]))
             return logits[0]
 

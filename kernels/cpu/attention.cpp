@@ -14,10 +14,16 @@ struct WorkItem {
     int64_t cost;
 };
 
+int64_t first_row_of(const CbatchAttention& args, int64_t sequence) {
+    const int64_t group = args.num_heads / args.num_kv_heads;
+    return args.first_queries == nullptr ? 0 : args.first_queries[sequence] * group;
+}
+
 int64_t tiles_of(const CbatchAttention& args, int64_t sequence) {
     const int64_t group = args.num_heads / args.num_kv_heads;
     const int64_t rows =
-        (args.query_start_loc[sequence + 1] - args.query_start_loc[sequence]) * group;
+        (args.query_start_loc[sequence + 1] - args.query_start_loc[sequence]) * group -
+        first_row_of(args, sequence);
     return (rows + kTileRows - 1) / kTileRows;
 }
 
@@ -86,10 +92,10 @@ class Attention {
   private:
     void plan(bool splits_tiles) {
         for (int64_t s = 0; s < args_.num_seqs; ++s) {
-            const int64_t tiles = tiles_of(args_, s);
+            const int64_t tiles = tiles_of(args_, s), first_row = first_row_of(args_, s);
             for (int64_t head = 0; head < args_.num_kv_heads; ++head) {
                 for (int64_t t = 0; t < tiles; ++t) {
-                    add_items(make_tile(args_, s, head, t * kTileRows), splits_tiles);
+                    add_items(make_tile(args_, s, head, first_row + t * kTileRows), splits_tiles);
                 }
             }
         }

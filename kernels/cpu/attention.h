@@ -22,6 +22,7 @@ struct CbatchAttention {
     const int32_t* seq_lens;         // [num_seqs]
     const int64_t* slot_mapping;     // [num_tokens]; -1 stores nothing
     const float* sinks;              // [num_heads], or null
+    const int32_t* first_queries;    // [num_seqs]: queries before the first computed one; null: 0
     float scale;
     float softcap;   // 0: none
     int64_t window;  // positions seen, the token's own included; 0: all

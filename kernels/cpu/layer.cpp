@@ -1,9 +1,14 @@
 // A decoder layer in one call: the steps are the other kernels, one after another.
+//
+// Keys and values of all tokens are stored. Whatever follows looks at one token at a time, so it is
+// left out for tokens that do not come out.
 
+#include <algorithm>
 #include <cstring>
 
 #include "attention.h"
 #include "layer.h"
+#include "scratch.h"
 #include "vector.h"
 
 #define CBATCH_IMPORT(name) extern "C" void CBATCH_JOIN(cbatch_##name, CBATCH_VARIANT)
@@ -62,13 +67,33 @@ void multiply(const CbatchLinear& linear, const float* input, int64_t num_rows, 
 }
 
 void add(const CbatchNorm* added_norm, const float* added, const CbatchNorm* norm, float* output,
-         const CbatchLayer& layer) {
+         int64_t num_rows, const CbatchLayer& layer) {
     const CbatchNorm none{nullptr, 0.0f};
     const CbatchNorm& before = added_norm == nullptr ? none : *added_norm;
     const CbatchNorm& after = norm == nullptr ? none : *norm;
     CBATCH_CALL(add_norm)(added, before.weight, before.epsilon, layer.residual, after.weight,
-                          after.epsilon, output, layer.attention.num_tokens, layer.dim,
+                          after.epsilon, output, num_rows, layer.dim,
                           layer.attention.num_threads);
+}
+
+void gather(const float* from, const CbatchLayer& layer, int64_t size, float* to) {
+    for (int64_t row = 0; row < layer.num_rows; ++row) {
+        std::memcpy(to + row * size, from + layer.rows[row] * size,
+                    static_cast<size_t>(size) * sizeof(float));
+    }
+}
+
+// As `CbatchAttention` says: the first query of each sequence that comes out, or its end.
+void find_first_queries(const CbatchLayer& layer, int32_t* first_queries) {
+    const int64_t num_seqs = layer.attention.num_seqs;
+    const int32_t* starts = layer.attention.query_start_loc;
+    for (int64_t s = 0; s < num_seqs; ++s) first_queries[s] = starts[s + 1] - starts[s];
+    for (int64_t row = 0; row < layer.num_rows; ++row) {
+        const int32_t token = static_cast<int32_t>(layer.rows[row]);
+        const int64_t s = std::upper_bound(starts, starts + num_seqs + 1, token) - starts - 1;
+        // Tokens that belong to no sequence come after all others.
+        if (s < num_seqs) first_queries[s] = std::min(first_queries[s], token - starts[s]);
+    }
 }
 
 }  // namespace
@@ -76,6 +101,8 @@ void add(const CbatchNorm* added_norm, const float* added, const CbatchNorm* nor
 CBATCH_EXPORT(decoder_layer)(const CbatchLayer* layer) {
     CbatchAttention attention = layer->attention;
     const int64_t num_tokens = attention.num_tokens, num_threads = attention.num_threads;
+    const int64_t num_rows = layer->num_rows;
+    const bool is_pruned = num_rows < num_tokens;
     const int64_t query_size = attention.num_heads * attention.head_dim;
     const int64_t key_size = attention.num_kv_heads * attention.head_dim;
     const int64_t attended_size = attention.num_heads * attention.value_head_dim;
@@ -85,12 +112,13 @@ CBATCH_EXPORT(decoder_layer)(const CbatchLayer* layer) {
     float* projected = parts.take(num_tokens * layer->dim);
     float* qkv = parts.take(num_tokens * qkv_size);
     float* attended = parts.take(num_tokens * attended_size);
-    float* gate_up = parts.take(num_tokens * 2 * mlp_size);
-    float* activated = parts.take(num_tokens * mlp_size);
+    float* gathered = parts.take(num_rows * attended_size);
+    float* gate_up = parts.take(num_rows * 2 * mlp_size);
+    float* activated = parts.take(num_rows * mlp_size);
 
     std::memcpy(layer->residual, layer->hidden_states,
                 static_cast<size_t>(num_tokens * layer->dim) * sizeof(float));
-    add(nullptr, nullptr, &layer->input_norm, normed, *layer);
+    add(nullptr, nullptr, &layer->input_norm, normed, num_tokens, *layer);
     multiply(layer->qkv, normed, num_tokens, qkv, num_threads);
     CBATCH_CALL(norm_rope)(qkv, qkv_size, num_tokens, attention.num_heads,
                            attention.num_heads + attention.num_kv_heads, attention.head_dim,
@@ -105,17 +133,26 @@ CBATCH_EXPORT(decoder_layer)(const CbatchLayer* layer) {
     attention.query_head_stride = attention.key_head_stride = attention.head_dim;
     attention.value_head_stride = attention.value_head_dim;
     attention.output = attended;
+    const Scratch first_queries(static_cast<size_t>(attention.num_seqs) * sizeof(int32_t));
+    if (is_pruned) {
+        find_first_queries(*layer, first_queries.as<int32_t>());
+        attention.first_queries = first_queries.as<int32_t>();
+    }
     CBATCH_CALL(attention)(&attention);
     // Tokens that belong to no sequence attend to nothing.
     const int64_t num_covered = attention.query_start_loc[attention.num_seqs];
     std::memset(attended + num_covered * attended_size, 0,
                 static_cast<size_t>((num_tokens - num_covered) * attended_size) * sizeof(float));
+    if (is_pruned) {
+        gather(attended, *layer, attended_size, gathered);
+        gather(layer->hidden_states, *layer, layer->dim, layer->residual);
+    }
 
-    multiply(layer->output, attended, num_tokens, projected, num_threads);
-    add(&layer->post_attention_norm, projected, &layer->pre_mlp_norm, normed, *layer);
-    multiply(layer->gate_up, normed, num_tokens, gate_up, num_threads);
-    CBATCH_CALL(activate_and_multiply)(gate_up, activated, num_tokens, mlp_size,
-                                       layer->activation, num_threads);
-    multiply(layer->down, activated, num_tokens, projected, num_threads);
-    add(&layer->post_mlp_norm, projected, nullptr, nullptr, *layer);
+    multiply(layer->output, is_pruned ? gathered : attended, num_rows, projected, num_threads);
+    add(&layer->post_attention_norm, projected, &layer->pre_mlp_norm, normed, num_rows, *layer);
+    multiply(layer->gate_up, normed, num_rows, gate_up, num_threads);
+    CBATCH_CALL(activate_and_multiply)(gate_up, activated, num_rows, mlp_size, layer->activation,
+                                       num_threads);
+    multiply(layer->down, activated, num_rows, projected, num_threads);
+    add(&layer->post_mlp_norm, projected, nullptr, nullptr, num_rows, *layer);
 }

@@ -27,10 +27,14 @@ struct CbatchNorm {
 
 struct CbatchLayer {
     const float* hidden_states;  // [num_tokens, dim]
-    float* residual;             // [num_tokens, dim]: what comes out
+    float* residual;             // [num_tokens, dim]; the first num_rows are what comes out
     float* workspace;
     const float* cosines;  // [num_tokens, rotary_dim]
     const float* sines;
+    // [num_rows]: the tokens that come out, in any order, again and again if need be. Not read if
+    // num_rows is num_tokens: then all come out, in their order.
+    const int64_t* rows;
+    int64_t num_rows;  // num_tokens at most
     int64_t dim, rotary_dim, activation;
     CbatchNorm input_norm, query_norm, key_norm, post_attention_norm, pre_mlp_norm, post_mlp_norm;
     CbatchLinear qkv, output, gate_up, down;

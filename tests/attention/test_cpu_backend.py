@@ -175,25 +175,58 @@ def test_bfloat16_models_get_bfloat16_back(kernels: CPUKernels) -> None:
     torch.testing.assert_close(output.double(), exact(case)[0], rtol=8e-3, atol=8e-3)
 
 
-@each_variant
-def test_tokens_of_no_sequence_come_out_as_zeros(kernels: CPUKernels) -> None:
-    case = make_case([(9, 1), (3, 4)], dtype=torch.float32)
-    padding = 3
-    padded = dataclasses.replace(
+def padded(case: PagedCase, padding: int) -> PagedCase:
+    """`case` with tokens after all others that belong to no sequence."""
+    slots = torch.cat([case.metadata.slot_mapping, torch.full((padding,), -1)])
+    return dataclasses.replace(
         case,
-        metadata=dataclasses.replace(
-            case.metadata,
-            slot_mapping=torch.cat([case.metadata.slot_mapping, torch.full((padding,), -1)]),
-        ),
+        metadata=dataclasses.replace(case.metadata, slot_mapping=slots),
         **{
             name: torch.cat([states, states[:padding]])
             for name in ("query", "key", "value")
             for states in [getattr(case, name)]
         },
     )
-    output = run(padded, kernels)[0]
+
+
+@each_variant
+def test_tokens_of_no_sequence_come_out_as_zeros(kernels: CPUKernels) -> None:
+    case = make_case([(9, 1), (3, 4)], dtype=torch.float32)
+    padding = 3
+    output = run(padded(case, padding), kernels)[0]
     assert torch.equal(output[:-padding], run(case, kernels)[0])
     assert not output[-padding:].any()
+
+
+@each_variant
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_queries_before_the_first_that_is_wanted_are_left_out(
+    kernels: CPUKernels, group_size: int, window: int | None
+) -> None:
+    """What is left out stays zero, as it is made where some tokens belong to no sequence."""
+    lengths = [(600, 1), (500, 70), (0, 33), (17, 1), (40, 20)]
+    case = make_case(
+        lengths, dtype=torch.float32, group_size=group_size, window=window, with_sinks=True
+    )
+    case = padded(case, 1)
+    expected, *expected_caches = exact(case)
+    skipped = torch.tensor([0, 69, 7, 1, 0], dtype=torch.int32)
+    caches = (case.k_cache.clone(), case.v_cache.clone())
+    backend = CPUAttentionBackend([case.layer], [caches], case.block_size, kernels)
+    backend.begin_step([case.metadata])
+    backend.arguments(case.layer).first_queries = skipped.data_ptr()
+    states = (case.query, case.key, case.value)
+    output = backend.forward(case.layer, *states, scale=case.scale, softcap=None, sinks=case.sinks)
+    for start, left_out in zip(case.metadata.query_start_loc.tolist(), skipped, strict=False):
+        expected[start : start + left_out] = 0.0
+        assert not output[start : start + left_out].any()
+    torch.testing.assert_close(output.double(), expected, rtol=3e-6, atol=3e-6)
+    for cache, exact_cache in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache.double(), exact_cache, equal_nan=True, rtol=0, atol=0)
+    everything = run(case, kernels)[0]
+    is_wanted = output.flatten(1).any(dim=1)
+    assert torch.equal(output[is_wanted], everything[is_wanted])
 
 
 @each_variant

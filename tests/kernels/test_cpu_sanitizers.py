@@ -14,6 +14,7 @@ TESTS = [
     "tests/kernels/test_cpu_linear.py",
     "tests/kernels/test_cpu_sampling.py",
     "tests/attention/test_cpu_backend.py",
+    "tests/models/test_pruned_layer.py",
 ]
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
 
