@@ -1,13 +1,29 @@
 """The product with a vocabulary on a CPU, cheaper where only the largest logit is asked for.
 
-Logits that are not asked for are not written. Where they are float32, an 8-bit product, which reads
-a quarter of the bytes, bounds every one; those that can be the largest are then computed in
-float32, to the bits of the float32 product. The bound is proved, so the largest logit is the
-float32 product's own. With w the weight of a column, q its rounding, x the row and y its rounding:
+Logits that are not asked for are not written. Where they are float32, a product of 8-bit weights
+and activations, which reads a quarter of the bytes, bounds every one; those that can be the largest
+are then computed in float32, to the bits of the float32 product. The bound is proved, so the
+largest logit is the float32 product's own.
 
-    |q.y - w.x| <= |w - q| |x| + |q| |y - x|        (Cauchy-Schwarz)
+With w the weight of a column and q its rounding, x the row and y its rounding, |.| the Euclidean
+norm, K the depth, G the number of groups and u = 2^-24, up to factors of 1 + O(K u):
 
-and |q| <= |w| + |w - q|. Roundings of float32 sums are bounded by their number of terms.
+    |q.y - w.x|           <= |w - q| |x| + |q| |y - x|       (Cauchy-Schwarz)
+    |float32 w.x - w.x|   <= (K + 1) u |w| |x|               (a chain of K or, without FMA, K + 1)
+    |8-bit q.y - q.y|     <= (2 G + 2) u 16 |q| |x|          (2 G terms, each of 2 roundings)
+    |q|                   <= |w| + |w - q|
+
+The 8-bit product sums integers exactly. Of a group g of n <= 64 depths with the middle m it then
+has the terms q_g.(y_g - m) and q_g.m; neither exceeds |q_g| sqrt(n) max|x_g| <= 8 |q_g| |x_g|,
+since the middle lies among the x_g. So a logit is within
+
+    (|w - q| + c (|w| + |w - q|)) |x| + (|w| + |w - q|) |y - x|
+
+of the 8-bit one, with c the sum of the roundings. Norms are those of what was rounded in fact, and
+the first factors the largest of a panel of columns, made here; the second ones are made by
+kernels/cpu/vocabulary.h. No factor is below 2^-64: a product of two of them is more than what both
+products lose below the smallest float32, at most 2 K + 3 G times 2^-150. Where |w| |x| is so large
+that anything could overflow, all columns are computed in float32.
 """
 
 from __future__ import annotations
@@ -23,11 +39,10 @@ from torch import Tensor
 
 _UNIT_ROUNDOFF = 2.0**-24
 _FEW_ROUNDINGS = 64
-"""More than the roundings of a logit beside those of its sum: scales, bounds, the norms' own."""
-_ROUNDING_OF_A_ROW = 0.51
-"""How far an activation lies from its integer, the multiplication's own rounding included."""
-_LARGEST_ACTIVATION = 32767
-"""What the largest activation of a row becomes; kLargest of kernels/cpu/int8_product.h."""
+"""More than the roundings of a logit that do not grow with the depth."""
+_MARGIN = 1.001
+"""For the roundings of the bounds themselves."""
+_LEAST_FACTOR = 2.0**-64
 _LARGEST_SHARE = 0.05
 """Share of the columns computed twice above which the float32 product alone is faster."""
 _ROWS_TO_JUDGE = 64
@@ -89,7 +104,7 @@ class VocabularyHead:
         if self.num_rows >= _ROWS_TO_JUDGE and self.num_exact > most:
             return None
         if self._search is None:
-            rounded = Int8Linear(self._weight, None, self._kernels)
+            rounded = GroupedInt8Linear(self._weight, None, self._kernels)
             self._search = _Search(rounded, self._weight, None, self._kernels)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         largest, num_exact = self._search.largest(rows)
@@ -115,13 +130,17 @@ class _Search:
             torch.zeros(rounded.num_columns) if bias is None else bias.float(), -math.inf
         )
         self._errors = self._norms = None
+        self._largest_norm = 0.0
         if weight is not None:
-            assert isinstance(rounded, Int8Linear)
-            # Of a column, per unit of a row's norm: |w - q|, and the roundings of both products.
-            num_roundings = rounded.depth + 2 * rounded.num_groups + _FEW_ROUNDINGS
-            sums = num_roundings * _UNIT_ROUNDOFF * 1.01
-            self._errors = self._padded(rounded.errors + sums * rounded.norms, 0.0)
-            self._norms = self._padded((rounded.norms + rounded.errors) * 1.001, 0.0)
+            assert isinstance(rounded, GroupedInt8Linear)
+            num_groups = math.ceil(rounded.depth / rounded.group)
+            num_roundings = rounded.depth + 32 * num_groups + _FEW_ROUNDINGS
+            norms = rounded.norms + rounded.errors
+            roundings = 1.01 * _UNIT_ROUNDOFF * num_roundings * norms
+            self._errors = self._factors(rounded.errors + roundings)
+            self._norms = self._factors(norms)
+            # A panel that is not finite may always have the largest.
+            self._largest_norm = float(self._norms.nan_to_num(0.0, posinf=0.0).max())
 
     def largest(self, rows: Tensor) -> tuple[LargestLogits, int]:
         """Of rows `[T, K]` with stride 1; and how many outputs were computed in float32."""
@@ -139,11 +158,14 @@ class _Search:
                 address(rounded.packed),
                 address(self._bias),
                 rounded.num_columns,
+                address(self._weight),
+                address(self._errors),
+                address(self._norms),
+                self._largest_norm,
                 *found,
                 num_threads(),
             )
         else:
-            norms, errors = (None, None) if self._weight is None else _norms_and_errors(rows)
             self._kernels.largest_int8(
                 *given,
                 address(rounded.packed),
@@ -151,26 +173,17 @@ class _Search:
                 address(self._bias),
                 rounded.num_columns,
                 rounded.group,
-                address(self._weight),
-                address(self._errors),
-                address(self._norms),
-                address(norms),
-                address(errors),
                 *found,
                 num_threads(),
             )
         return largest, int(num_exact.sum())
 
+    def _factors(self, bounds: Tensor) -> Tensor:
+        """The largest of each panel's columns, not a number where one of them is not."""
+        panels = self._padded(bounds, 0.0).view(-1, self._kernels.panel)
+        return (_MARGIN * panels.amax(dim=1)).clamp(min=_LEAST_FACTOR)
+
     def _padded(self, of_columns: Tensor, value: float) -> Tensor:
         """With `value` for the columns that fill the last panel."""
         missing = -len(of_columns) % self._kernels.panel
         return torch.nn.functional.pad(of_columns, (0, missing), value=value).contiguous()
-
-
-def _norms_and_errors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 `[T]`: not less than the norm of each row, and of what rounding changes in it."""
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) * 1.0001
-    errors = rows.abs().amax(dim=1).double() * (
-        _ROUNDING_OF_A_ROW * math.sqrt(rows.shape[1]) / _LARGEST_ACTIVATION
-    )
-    return norms.float(), errors.float()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 LIBRARY_FOLDER = Path(__file__).parent
 _LIBRARY_NAME = "cpu_kernels"
-_INTERFACE_VERSION = 8
+_INTERFACE_VERSION = 9
 
 # Panel width and with it the packed layout differ by variant, so weights packed by one variant
 # must be multiplied by the same one.
@@ -41,12 +41,12 @@ _SIGNATURES = {
     "pack_linear_bfloat16": "piippi",
     "linear_bfloat16": "piiippipii",
     "bits_beyond_bfloat16": "pipi",
-    "round_int8": "piiippippi",
+    "round_int8": "piiippipi",
     "pack_int8": "piipi",
     "linear_int8": "piiipppiipii",
-    "largest_int8": "piiipppiippppppppi",
-    "largest_int8_groups": "piiippipppi",
-    "pack_int8_groups": "piipi",
+    "largest_int8": "piiipppiipppi",
+    "largest_int8_groups": "piiippipppfpppi",
+    "pack_int8_groups": "piipppi",
     "linear_int8_groups": "piiippipii",
     "row_maxima": "piiipppi",
     "exponential_sums": "piiipppi",

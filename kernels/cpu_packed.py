@@ -113,11 +113,20 @@ class _PanelLinear(_OwnLinear):
         pack: Callable[..., None],
         multiply: Callable[..., None],
         bytes_per_column: int,
+        notes: tuple[Tensor, ...] = (),
     ) -> None:
+        """`notes` are what `pack` writes beside the packed weight."""
         super().__init__(weight, bias, kernels, multiply)
         weight = weight.contiguous()
         self.packed = torch.empty(self._padded * bytes_per_column, dtype=torch.uint8)
-        pack(address(weight), self.num_columns, self.depth, address(self.packed), num_threads())
+        pack(
+            address(weight),
+            self.num_columns,
+            self.depth,
+            address(self.packed),
+            *(address(of_columns) for of_columns in notes),
+            num_threads(),
+        )
         self._weight_arguments = (address(self.packed), address(self._bias), self.num_columns)
 
 
@@ -186,6 +195,8 @@ class GroupedInt8Linear(_PanelLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         depth = weight.shape[-1]
+        self.errors, self.norms = torch.empty(2, len(weight))
+        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
         super().__init__(
             weight,
             bias,
@@ -193,6 +204,7 @@ class GroupedInt8Linear(_PanelLinear):
             pack=kernels.pack_int8_groups,
             multiply=kernels.linear_int8_groups,
             bytes_per_column=4 * math.ceil(depth / 4) + 8 * math.ceil(depth / self.group),
+            notes=(self.errors, self.norms),
         )
 
 
@@ -235,8 +247,8 @@ class Int8Linear(_OwnLinear):
         rounded = torch.empty(weight.shape, dtype=torch.int8)
         # Those of the columns that fill the last panel stay 0.
         self.scales = torch.zeros(math.ceil(self.depth / self.group), self._padded)
-        self.errors, self.norms = torch.empty(2, len(weight))
-        """`[N]` float32: the norms of what rounding changed in each column, and of each column."""
+        self.errors = torch.empty(len(weight))
+        """`[N]` float32: the norms of what rounding changed in each column."""
         self._kernels.round_int8(
             address(weight),
             len(weight),
@@ -246,15 +258,9 @@ class Int8Linear(_OwnLinear):
             address(self.scales),
             self._padded,
             address(self.errors),
-            address(self.norms),
             num_threads(),
         )
         return rounded
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a column."""
-        return len(self.scales)
 
 
 OwnLinear = PackedLinear | PackedBFloat16Linear | Int8Linear | GroupedInt8Linear

@@ -72,9 +72,9 @@ def calls() -> list[Call]:
         Call(2, "linear", 3.0, Work(flops=10, num_bytes=20, num_columns=30)),
         Call(
             2,
-            "largest_int8",
+            "largest_int8_groups",
             1.5,
-            Work(flops=200, num_bytes=5, precision="w8a16", num_columns=VOCAB),
+            Work(flops=400, num_bytes=5, precision="w8a8", num_columns=VOCAB, depth=1),
         ),
     ]
 
@@ -108,10 +108,10 @@ def test_the_roofline_takes_what_is_longer_in_each_step() -> None:
     assert least_s([], CEILINGS) == 0.0
     in_w8a8 = Call(1, "linear_int8_groups", 1.0, Work(flops=1200, precision="w8a8"))
     assert least_s([in_w8a8], CEILINGS) == pytest.approx(3.0)
-    # The head reads four times as much, and its 8-bit bound is no shortcut.
-    assert least_s(in_float32(calls()), CEILINGS) == pytest.approx(4.0 + 4.0)
+    # The head reads four bytes for each weight, and its 8-bit bound is no shortcut.
+    assert least_s(in_float32(calls()), CEILINGS) == pytest.approx(4.0 + (20 + 4 * VOCAB) / 10)
     measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.0, is_float32=True))
-    assert [entry.value for entry in measured] == pytest.approx([6.5, 0.5, 8.0, 8.0 / 13.0])
+    assert [entry.value for entry in measured] == pytest.approx([6.5, 0.5, 46.0, 46.0 / 13.0])
     measured = list(roofline_measurements(calls(), CEILINGS, wall_s=13.0, is_float32=False))
     assert [entry.value for entry in measured] == pytest.approx([6.5, 0.5])
 
@@ -168,15 +168,15 @@ def test_calls_are_noted_while_the_recorder_is_on() -> None:
         kernels.linear(*linear)
         kernels.pack_linear()
         recorder.begin_step()
-        kernels.largest_int8(0, 0, 2, 5, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0, 0, 1)
+        kernels.largest_int8(0, 0, 2, 5, 0, 0, 0, 9, 0, 0, 0, 0, 1)
     kernels.linear(*linear)
     assert noted == [
-        Call(1, "linear", 1, Work(flops=2 * 3 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7)),
+        Call(1, "linear", 1, Work(2 * 3 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7, depth=5)),
         Call(
             2,
             "largest_int8",
             1,
-            Work(flops=2 * 2 * 5 * 9, num_bytes=5 * 9, precision="w8a16", num_columns=9),
+            Work(2 * 2 * 5 * 9, num_bytes=5 * 9, precision="w8a16", num_columns=9, depth=5),
         ),
     ]
 
@@ -218,7 +218,7 @@ def test_the_last_layer_of_one_pass_needs_only_the_rows_that_sample() -> None:
     # 16 operations of 2 heads. The first and the last read 14 positions of 32 bytes.
     assert works[4].flops == works[11].flops == (45 + 6 + 15) * 32
     assert needed[4] == Work(flops=(8 + 9 + 5) * 32, num_bytes=14 * 32)
-    assert works[5] == Work(flops=2 * 17 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7)
+    assert works[5] == Work(2 * 17 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7, depth=5)
     assert needed[5] == dataclasses.replace(works[5], flops=2 * 3 * 5 * 7)
     assert needed[6] == works[6] and works[6].flops == 2 * 3 * 5 * VOCAB
     assert not any(work.flops or work.num_bytes for work in needed[11:])
@@ -271,11 +271,11 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
         counter.get_total_flops() - (num_tokens - num_answers) * left_out
     )
     head = run.calls_of("head")
-    kernel = "largest_int8_groups" if quantization == "w8a8" else "largest_int8"
+    kernel = "largest_int8" if quantization == "w8a16" else "largest_int8_groups"
     assert {call.kernel for call in head} == {kernel}
     assert sum(call.work.flops for call in head) == 2 * num_answers * 32 * VOCAB_SIZE
     # Two float32 for the one group that a column has.
-    bytes_per_column = 32 + 8 if quantization == "w8a8" else 32
+    bytes_per_column = 32 if quantization == "w8a16" else 32 + 8
     assert {call.work.num_bytes for call in head} == {bytes_per_column * VOCAB_SIZE}
     precisions = {call.work.precision for call in linears}
     assert precisions == {"float32" if quantization == "none" else quantization}

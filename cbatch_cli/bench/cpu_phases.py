@@ -62,8 +62,9 @@ def as_one_pass(calls: Iterable[Call]) -> Iterator[Call]:
 def in_float32(calls: Iterable[Call]) -> Iterator[Call]:
     """The same work with every logit computed in float32, as other engines do."""
     for call in calls:
-        if call.work.precision == "w8a16":
-            num_bytes = 4 * call.work.num_bytes
+        if call.work.precision != "float32":
+            float32_bytes = 4 * call.work.depth * call.work.num_columns
+            num_bytes = float32_bytes if call.work.num_bytes else 0
             work = dataclasses.replace(call.work, precision="float32", num_bytes=num_bytes)
             call = dataclasses.replace(call, work=work)
         yield call

@@ -43,6 +43,8 @@ class Work:
     precision: Precision = "float32"
     num_columns: int = 0
     """Of a product: values in a row of its output."""
+    depth: int = 0
+    """Of a product: values of a row of its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,12 @@ _NUM_ROWS = 2
 
 def _linear_work(args: tuple[Any, ...], itemsize: int = 4) -> Work:
     rows, depth, columns = args[_NUM_ROWS], args[3], args[6]
-    num_bytes = itemsize * depth * columns if rows else 0
-    return Work(flops=2 * rows * depth * columns, num_bytes=num_bytes, num_columns=columns)
+    return Work(
+        flops=2 * rows * depth * columns,
+        num_bytes=itemsize * depth * columns if rows else 0,
+        num_columns=columns,
+        depth=depth,
+    )
 
 
 def _bfloat16_work(args: tuple[Any, ...]) -> Work:
@@ -220,13 +226,14 @@ def _int8_work(args: tuple[Any, ...]) -> Work:
         num_bytes=depth * columns if rows else 0,
         precision="w8a16",
         num_columns=columns,
+        depth=depth,
     )
 
 
 def _grouped_int8_work(args: tuple[Any, ...]) -> Work:
     work = _linear_work(args)
-    groups = -(-args[3] // GroupedInt8Linear.group)
-    num_bytes = (args[3] + 8 * groups) * work.num_columns if args[_NUM_ROWS] else 0
+    groups = -(-work.depth // GroupedInt8Linear.group)
+    num_bytes = (work.depth + 8 * groups) * work.num_columns if work.num_bytes else 0
     return dataclasses.replace(work, precision="w8a8", num_bytes=num_bytes)
 
 

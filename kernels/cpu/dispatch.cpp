@@ -1,7 +1,7 @@
 // Which variant of the kernels this processor can run best.
 #include <cstdint>
 
-extern "C" __attribute__((visibility("default"))) int32_t cbatch_interface_version() { return 8; }
+extern "C" __attribute__((visibility("default"))) int32_t cbatch_interface_version() { return 9; }
 
 // Bit 0: AVX2 with FMA. Bit 1: AVX512 with the byte, word and dot-product instructions.
 extern "C" __attribute__((visibility("default"))) int32_t cbatch_processor_features() {

@@ -6,15 +6,10 @@
 
 namespace {
 
-// What rounding did to a column of the weight: Euclidean norms.
-struct Rounded {
-    float error, norm;
-};
-
-// One scale per group of depths, at `scale_stride`.
-Rounded round_column(const float* from, int64_t depth, int64_t group, int8_t* to, float* scales,
-                     int64_t scale_stride) {
-    double errors = 0.0, squares = 0.0;
+// One scale per group of depths, at `scale_stride`; returns the norm of what rounding changed.
+float round_column(const float* from, int64_t depth, int64_t group, int8_t* to, float* scales,
+                   int64_t scale_stride) {
+    double errors = 0.0;
     for (int64_t first = 0; first < depth; first += group) {
         const int64_t end = first + group < depth ? first + group : depth;
         float highest = 0.0f, finite = 0.0f;
@@ -24,33 +19,31 @@ Rounded round_column(const float* from, int64_t depth, int64_t group, int8_t* to
         }
         const float scale = highest / 127.0f, divisor = scale > 0.0f ? scale : 1.0f;
         for (int64_t k = first; k < end; ++k) {
-            const float rounded = __builtin_nearbyintf(from[k] / divisor);
+            // The scale of tiny weights has few bits itself: they may be above 127 of it.
+            const float rounded =
+                std::fmin(std::fmax(__builtin_nearbyintf(from[k] / divisor), -127.0f), 127.0f);
             const double error = static_cast<double>(from[k]) - static_cast<double>(rounded) * scale;
-            to[k] = rounded == rounded ? static_cast<int8_t>(rounded) : int8_t{0};
+            to[k] = static_cast<int8_t>(rounded);
             errors += error * error;
-            squares += static_cast<double>(from[k]) * from[k];
         }
         // A column with weights that are not finite tells by its outputs.
         *scales = finite == 0.0f ? scale : __builtin_nanf("");
         scales += scale_stride;
     }
-    return {static_cast<float>(std::sqrt(errors)), static_cast<float>(std::sqrt(squares))};
+    return static_cast<float>(std::sqrt(errors));
 }
 
 }  // namespace
 
-// One scale per column and group of depths, [group, column] at `scale_stride`; `errors` and `norms`
-// are those of the columns' roundings.
+// One scale per column and group of depths, [group, column] at `scale_stride`; `errors` are the
+// norms of what rounding changed in each column.
 CBATCH_EXPORT(round_int8)(const float* weight, int64_t num_columns, int64_t depth, int64_t group,
                           int8_t* rounded, float* scales, int64_t scale_stride, float* errors,
-                          float* norms, int64_t num_threads) {
+                          int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(num_threads))
     for (int64_t column = 0; column < num_columns; ++column) {
-        const Rounded result =
-            round_column(weight + column * depth, depth, group, rounded + column * depth,
-                         scales + column, scale_stride);
-        errors[column] = result.error;
-        norms[column] = result.norm;
+        errors[column] = round_column(weight + column * depth, depth, group,
+                                      rounded + column * depth, scales + column, scale_stride);
     }
 }
 

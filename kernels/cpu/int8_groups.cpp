@@ -12,8 +12,14 @@
 
 namespace {
 
+// Sums of squares of a column of the weight, and of what rounding changed in it.
+struct ColumnChanges {
+    double values = 0.0, errors = 0.0;
+};
+
 // Rounds one group of a column of the weight into its place in the steps of a panel.
-void pack_group(const float* from, int count, int num_quads, int column, uint8_t* steps) {
+void pack_group(const float* from, int count, int num_quads, int column, uint8_t* steps,
+                ColumnChanges* changes) {
     float highest = 0.0f, zeros = 0.0f;
     for (int k = 0; k < count; ++k) {
         highest = std::fmax(highest, std::fabs(from[k]));
@@ -23,11 +29,17 @@ void pack_group(const float* from, int count, int num_quads, int column, uint8_t
     const bool is_finite = zeros == 0.0f;
     const float scale = is_finite ? highest / 127.0f : __builtin_nanf("");
     const float divisor = scale > 0.0f ? scale : 1.0f;
+    // The scale of tiny weights has few bits itself: they may be above 127 of it.
+    const auto round = [&](float value) {
+        return std::fmin(std::fmax(__builtin_nearbyintf(value / divisor), -127.0f), 127.0f);
+    };
     int32_t sum = 0;
     for (int k = 0; k < num_quads * kQuad; ++k) {
-        const int32_t rounded = k < count && is_finite
-                                    ? static_cast<int32_t>(__builtin_nearbyintf(from[k] / divisor))
-                                    : 0;
+        const float value = k < count ? from[k] : 0.0f;
+        const int32_t rounded = is_finite ? static_cast<int32_t>(round(value)) : 0;
+        const double error = static_cast<double>(scale) * rounded - value;
+        changes->values += static_cast<double>(value) * value;
+        changes->errors += error * error;
         steps[k / kQuad * kStepBytes + column * kQuad + k % kQuad] =
             static_cast<uint8_t>(rounded + 128);
         sum += rounded;
@@ -41,9 +53,10 @@ void pack_group(const float* from, int count, int num_quads, int column, uint8_t
 }  // namespace
 
 // `packed` holds ceil(num_columns / kPanel) panels of kPanel * (ceil(depth / 4) * 4 +
-// ceil(depth / kGroup) * 8) bytes.
+// ceil(depth / kGroup) * 8) bytes; `errors` and `norms` are those of the columns' roundings.
 CBATCH_EXPORT(pack_int8_groups)(const float* weight, int64_t num_columns, int64_t depth,
-                                uint8_t* packed, int64_t num_threads) {
+                                uint8_t* packed, float* errors, float* norms,
+                                int64_t num_threads) {
     const Groups groups(depth);
     const int64_t num_panels = ceil_div(num_columns, kPanel);
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(num_threads))
@@ -51,12 +64,16 @@ CBATCH_EXPORT(pack_int8_groups)(const float* weight, int64_t num_columns, int64_
         uint8_t* to = packed + panel * groups.panel_bytes();
         std::memset(to, 0, static_cast<size_t>(groups.panel_bytes()));
         for (int column = 0; column < kPanel && panel * kPanel + column < num_columns; ++column) {
-            const float* from = weight + (panel * kPanel + column) * depth;
+            const int64_t index = panel * kPanel + column;
+            const float* from = weight + index * depth;
+            ColumnChanges changes;
             for (int64_t group = 0; group < groups.count; ++group) {
                 const int64_t steps = group * (kQuadsPerGroup + kStepsOfScales);
                 pack_group(from + group * kGroup, groups.depths_of(group), groups.quads_of(group),
-                           column, to + steps * kStepBytes);
+                           column, to + steps * kStepBytes, &changes);
             }
+            errors[index] = static_cast<float>(std::sqrt(changes.errors));
+            norms[index] = static_cast<float>(std::sqrt(changes.values));
         }
     }
 }

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kLinesPerStep = kStepBytes > 64 ? kStepBytes / 64 : 1;
-// How far ahead weights are fetched that are read once, in steps.
+// How far ahead weights of panels that are multiplied at once are fetched, in steps.
 constexpr int kStepsAhead = 16;
 constexpr int64_t kFewTiles = 2;
 
@@ -123,9 +123,7 @@ void multiply_panel(const GroupedProduct& product, const RowTiles& tiles, int64_
                     int64_t end_tile, int64_t panel, int64_t panels_ahead,
                     const FinishOf& finish_of) {
     const int64_t num_steps = product.groups.num_steps(), num_tiles = end_tile - first_tile;
-    // A single tile reads its panel once: what it needs next is a little further on.
-    const int64_t steps_ahead = num_tiles == 1 ? kStepsAhead : panels_ahead * num_steps;
-    const uint8_t* ahead = product.panels + (panel * num_steps + steps_ahead) * kStepBytes;
+    const uint8_t* ahead = product.panels + (panel + panels_ahead) * num_steps * kStepBytes;
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
         multiply_tile<kMaxGroupedRows>(
             tiles.size(tile), product, tiles.start(tile), panel,

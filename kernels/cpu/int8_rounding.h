@@ -68,9 +68,24 @@ int32_t round_group(const GroupValues& values, int count, const Rounding& roundi
     return sum;
 }
 
-// One group of the rows of a tile.
+// Sums of squares of a row, and of what rounding changed in it.
+struct RowChanges {
+    double values = 0.0, errors = 0.0;
+
+    void add(const float* from, int count, const Rounding& rounding, const int8_t* rounded) {
+        const double scale = rounding.scale, middle = rounding.middle;
+        for (int k = 0; k < count; ++k) {
+            const double value = from[k], error = middle - value + scale * rounded[k];
+            values += value * value;
+            errors += error * error;
+        }
+    }
+};
+
+// One group of the rows of a tile. `changes` is of its rows, or null where nobody asks.
 void round_rows(const float* input, int64_t stride, int64_t first_row, int num_rows,
-                const Groups& groups, int64_t group, const RoundedRows& rows) {
+                const Groups& groups, int64_t group, const RoundedRows& rows,
+                RowChanges* changes = nullptr) {
     const int count = groups.depths_of(group), num_quads = groups.quads_of(group);
     RowQuad* quads =
         rows.quads + first_row * groups.num_quads + group * kQuadsPerGroup * num_rows;
@@ -92,6 +107,10 @@ void round_rows(const float* input, int64_t stride, int64_t first_row, int num_r
             sum = round_group(values_of(row), count, roundings[row], values);
         } else {
             std::memset(values, 0, sizeof(values));
+        }
+        if (changes != nullptr) {
+            const float* from = input + (first_row + row) * stride + group * kGroup;
+            changes[row].add(from, count, roundings[row], values);
         }
         rows.starts[entry + row] = -128 * sum;
         RowQuad* to = quads + row;

@@ -3,102 +3,17 @@
 // Every output of the 8-bit product is bounded where it is computed, and of a panel of columns only
 // the largest upper bound is kept. A panel whose bound is below another one's lower bound cannot
 // hold the largest output; the others are computed again, in float32 where weights for it are given
-// (as gemm.cpp computes them, to the same bits).
+// (as gemm.cpp computes them, to the same bits): first the panel of the highest bound, and what
+// cannot reach its outputs is left out too. kernels/cpu_head.py proves the bounds.
 
-#include <limits>
-
-#include "rounded_rows.h"
 #include "scratch.h"
+#include "vocabulary.h"
 
 namespace {
 
 constexpr int64_t kPanelsPerItem = 64;  // that one thread searches at a time
 constexpr int kChains = 8;              // columns computed at once, to hide the latency of sums
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-// What is searched. What belongs to columns is padded to whole panels.
-struct Vocabulary {
-    InputRows input;
-    int64_t num_columns;
-    const float* bias;    // -inf for columns that only fill a panel
-    const float* weight;  // [num_columns, depth]; null: the 8-bit product's outputs count
-    // How far outputs may lie from their exact values: per unit of the row's norm and of its error.
-    const float* column_errors;
-    const float* column_norms;
-    const float* row_norms;
-    const float* row_errors;
-    float* best;  // [num_rows], as are the following
-    int64_t* best_columns;
-    int64_t* num_exact;
-
-    int64_t num_panels() const { return ceil_div(num_columns, kPanel); }
-    bool is_exact() const { return weight != nullptr; }
-    CBATCH_INLINE Vec distance(int64_t column, int64_t row) const {
-        return load(column_errors + column) * row_norms[row] +
-               load(column_norms + column) * row_errors[row];
-    }
-};
-
-// Keeps the largest upper bound of each row of a tile and, by lanes, its largest lower bound.
-template <bool IS_EXACT>
-struct KeepBounds {
-    const Vocabulary& vocabulary;
-    int64_t first_row, panel;
-    float* upper;   // of the panel, by rows
-    float* lowest;  // [row, kWidth]
-
-    template <int ROWS, int VECTORS>
-    CBATCH_INLINE void operator()(const Vec (&totals)[ROWS][VECTORS],
-                                  const float* row_scales) const {
-        CBATCH_UNROLL
-        for (int index = 0; index < ROWS; ++index) {
-            const int64_t row = first_row + index;
-            Vec high = splat(-kInfinity), low = load(lowest + row * kWidth);
-            IntVec is_nan = {};
-            CBATCH_UNROLL
-            for (int v = 0; v < VECTORS; ++v) {
-                const int64_t at = panel * kPanel + v * kWidth;
-                const Vec value = multiply_add(totals[index][v], splat(row_scales[index]),
-                                               load(vocabulary.bias + at));
-                Vec highest = value;
-                if constexpr (IS_EXACT) {
-                    const Vec distance = vocabulary.distance(at, row);
-                    highest = value + distance;
-                    low = maximum(value - distance, low);
-                } else {
-                    low = maximum(value, low);
-                }
-                high = maximum(highest, high);
-                is_nan |= highest != highest;
-            }
-            store(lowest + row * kWidth, low);
-            // What is not a number is not below anything.
-            upper[row] = any_lane(is_nan) ? kInfinity : max_lanes(high);
-        }
-    }
-};
-
-// Writes the outputs of one row and one panel, with their upper bounds.
-struct KeepOutputs {
-    const Vocabulary& vocabulary;
-    int64_t row, panel;
-    float* values;
-    float* highest;
-
-    template <int VECTORS>
-    CBATCH_INLINE void operator()(const Vec (&totals)[1][VECTORS],
-                                  const float* row_scales) const {
-        for (int v = 0; v < VECTORS; ++v) {
-            const int64_t at = panel * kPanel + v * kWidth;
-            const Vec value =
-                multiply_add(totals[0][v], splat(row_scales[0]), load(vocabulary.bias + at));
-            store(values + v * kWidth, value);
-            store(highest + v * kWidth,
-                  vocabulary.is_exact() ? value + vocabulary.distance(at, row) : value);
-        }
-    }
-};
 
 struct Best {
     float value;
@@ -127,21 +42,22 @@ void compute_exactly(const float* weight, int64_t depth, const float* row, const
 }
 
 // Takes the outputs of a panel that can be the largest; returns how many were computed exactly.
-template <class Rows>
+template <bool IS_EXACT, class Rows>
 int64_t take_panel(const Vocabulary& vocabulary, const Rows& rows, int64_t row, int64_t panel,
                    float lowest, Best* best) {
-    float values[kPanel], highest[kPanel];
-    rows.multiply_row(row, panel, KeepOutputs{vocabulary, row, panel, values, highest});
+    float values[kPanel];
+    rows.multiply_row(row, panel, KeepOutputs{vocabulary, panel, values});
     const int64_t first = panel * kPanel, left = vocabulary.num_columns - first;
     const int64_t size = left < kPanel ? left : kPanel;
-    if (!vocabulary.is_exact()) {
+    if constexpr (!IS_EXACT) {
         for (int64_t i = 0; i < size; ++i) best->take(values[i], first + i);
         return 0;
     }
+    const float distance = vocabulary.distance(panel, row);
     int64_t kept[kPanel];
     int64_t count = 0;
     for (int64_t i = 0; i < size; ++i) {
-        if (!(highest[i] < lowest)) kept[count++] = first + i;
+        if (!(values[i] + distance < lowest)) kept[count++] = first + i;
     }
     const InputRows& input = vocabulary.input;
     for (int64_t done = 0; done < count; done += kChains) {
@@ -155,12 +71,17 @@ int64_t take_panel(const Vocabulary& vocabulary, const Rows& rows, int64_t row, 
     return count;
 }
 
-template <class Rows>
-void find_largest(const Vocabulary& vocabulary, const Rows& rows, int64_t num_threads) {
+// The largest outputs of the float32 product, or of the 8-bit product of `rows`.
+template <bool IS_EXACT, class Rows>
+void find_largest(Vocabulary vocabulary, const Rows& rows, int64_t num_threads) {
     const int64_t num_rows = vocabulary.input.count, num_panels = vocabulary.num_panels();
     const int64_t row_stride = ceil_div(num_rows, kWidth) * kWidth;
     const Scratch upper_memory(static_cast<size_t>(num_panels * row_stride) * sizeof(float));
     const Scratch lowest_memory(static_cast<size_t>(row_stride) * sizeof(float));
+    const Scratch bound_memory(static_cast<size_t>(num_rows) * sizeof(RowBound));
+    const Scratch peak_memory(static_cast<size_t>(num_rows) * sizeof(Peak));
+    vocabulary.row_bounds = bound_memory.as<RowBound>();
+    Peak* peaks = peak_memory.as<Peak>();
     float* upper = upper_memory.as<float>();
     float* lowest = lowest_memory.as<float>();
     const RowTiles tiles(num_rows, Rows::kRowsPerTile);
@@ -168,41 +89,60 @@ void find_largest(const Vocabulary& vocabulary, const Rows& rows, int64_t num_th
     for (int64_t row = 0; row < num_rows; ++row) {
         vocabulary.best[row] = -kInfinity;
         vocabulary.best_columns[row] = vocabulary.num_exact[row] = 0;
+        peaks[row] = Peak{-kInfinity, -1};
     }
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
-        const Scratch lane_memory(static_cast<size_t>(num_rows * kWidth) * sizeof(float));
+        const Scratch own_lowest_memory(static_cast<size_t>(num_rows) * sizeof(float));
         const Scratch best_memory(static_cast<size_t>(num_rows) * sizeof(Best));
         const Scratch count_memory(static_cast<size_t>(num_rows) * sizeof(int64_t));
-        float* lowest_lanes = lane_memory.as<float>();
+        const Scratch own_peak_memory(static_cast<size_t>(num_rows) * sizeof(Peak));
+        Peak* own_peaks = own_peak_memory.as<Peak>();
+        float* own_lowest = own_lowest_memory.as<float>();
         Best* own_best = best_memory.as<Best>();
         int64_t* own_count = count_memory.as<int64_t>();
-        for (int64_t i = 0; i < num_rows * kWidth; ++i) lowest_lanes[i] = -kInfinity;
         for (int64_t row = 0; row < num_rows; ++row) {
             own_best[row] = Best{-kInfinity, vocabulary.num_columns};
             own_count[row] = 0;
+            own_lowest[row] = -kInfinity;
+            own_peaks[row] = Peak{-kInfinity, -1};
         }
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles.count; ++tile) rows.round(tiles, tile);
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+            rows.round(tiles, tile);
+            if constexpr (IS_EXACT) {
+                const int64_t first = tiles.start(tile);
+                for (int64_t row = first; row < first + tiles.size(tile); ++row) {
+                    vocabulary.row_bounds[row] =
+                        bound_row(rows.changes(row), vocabulary.largest_norm);
+                }
+            }
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t panel = 0; panel < num_panels; ++panel) {
             float* to = upper + panel * row_stride;
-            if (vocabulary.is_exact()) {
-                rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
-                    return KeepBounds<true>{vocabulary, first, panel, to, lowest_lanes};
-                });
-            } else {
-                rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
-                    return KeepBounds<false>{vocabulary, first, panel, to, lowest_lanes};
-                });
-            }
+            rows.multiply_tiles(tiles, panel, num_threads, [&](int64_t first) {
+                return KeepBounds<IS_EXACT>{vocabulary, first, panel, to, own_lowest, own_peaks};
+            });
         }
 #pragma omp critical
         for (int64_t row = 0; row < num_rows; ++row) {
-            const float own = max_lanes(load(lowest_lanes + row * kWidth));
-            lowest[row] = own > lowest[row] ? own : lowest[row];
+            lowest[row] = own_lowest[row] > lowest[row] ? own_lowest[row] : lowest[row];
+            const Peak& own = own_peaks[row];
+            if (own.panel >= 0) peaks[row].take(own.bound, own.panel);
         }
 #pragma omp barrier
+        // What is most likely the largest is computed first: the rest has to reach it.
+        if constexpr (IS_EXACT) {
+#pragma omp for schedule(dynamic)
+            for (int64_t row = 0; row < num_rows; ++row) {
+                if (peaks[row].panel < 0 || !rows.is_finite(row)) continue;
+                Best* best = own_best + row;
+                own_count[row] += take_panel<IS_EXACT>(vocabulary, rows, row, peaks[row].panel,
+                                                       lowest[row], best);
+                lowest[row] = best->value > lowest[row] ? best->value : lowest[row];
+            }
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < ceil_div(num_panels, kPanelsPerItem); ++item) {
             const int64_t wanted = (item + 1) * kPanelsPerItem;
@@ -215,8 +155,9 @@ void find_largest(const Vocabulary& vocabulary, const Rows& rows, int64_t num_th
                     for (int64_t row = first; row < last; ++row) {
                         // A row that is not finite has no largest output to look for.
                         if (!(of_panel[row] >= lowest[row]) || !rows.is_finite(row)) continue;
-                        own_count[row] +=
-                            take_panel(vocabulary, rows, row, panel, lowest[row], own_best + row);
+                        if (panel == peaks[row].panel) continue;
+                        own_count[row] += take_panel<IS_EXACT>(vocabulary, rows, row, panel,
+                                                               lowest[row], own_best + row);
                     }
                 }
             }
@@ -237,31 +178,34 @@ void find_largest(const Vocabulary& vocabulary, const Rows& rows, int64_t num_th
 }  // namespace
 
 // `best` and `best_columns` are [num_rows]; of equal outputs the first is best, and a row with one
-// that is not a number has such a best. What belongs to columns is padded to whole panels, with a
-// bias of -inf. With `weight` [num_columns, depth] outputs are the float32 product's, and
-// `num_exact` gets how many of each row were computed.
+// that is not a number has such a best. `bias` is padded to whole panels with -inf.
 CBATCH_EXPORT(largest_int8)(const float* input, int64_t input_stride, int64_t num_rows,
                             int64_t depth, const int8_t* packed, const float* scales,
-                            const float* bias, int64_t num_columns, int64_t group,
-                            const float* weight, const float* column_errors,
-                            const float* column_norms, const float* row_norms,
-                            const float* row_errors, float* best, int64_t* best_columns,
-                            int64_t* num_exact, int64_t num_threads) {
+                            const float* bias, int64_t num_columns, int64_t group, float* best,
+                            int64_t* best_columns, int64_t* num_exact, int64_t num_threads) {
     const InputRows rows{input, input_stride, num_rows, depth};
-    const Vocabulary vocabulary{rows,         num_columns, bias,       weight, column_errors,
-                                column_norms, row_norms,   row_errors, best,   best_columns,
-                                num_exact};
-    find_largest(vocabulary, Int8Rows(rows, packed, scales, num_columns, group), num_threads);
+    const Vocabulary vocabulary{rows, num_columns, bias, best, best_columns, num_exact};
+    find_largest<false>(vocabulary, Int8Rows(rows, packed, scales, num_columns, group),
+                        num_threads);
 }
 
-// The same of the product of 8-bit activations, whose own outputs count.
+// The same of the product of 8-bit activations; or with `weight` [num_columns, depth] of the float32
+// product, which has no bias, and `num_exact` gets how many outputs of each row were computed so.
+// The errors and norms are the largest of each panel's columns.
 CBATCH_EXPORT(largest_int8_groups)(const float* input, int64_t input_stride, int64_t num_rows,
                                    int64_t depth, const uint8_t* packed, const float* bias,
-                                   int64_t num_columns, float* best, int64_t* best_columns,
+                                   int64_t num_columns, const float* weight,
+                                   const float* panel_errors, const float* panel_norms,
+                                   float largest_norm, float* best, int64_t* best_columns,
                                    int64_t* num_exact, int64_t num_threads) {
     const InputRows rows{input, input_stride, num_rows, depth};
-    const Vocabulary vocabulary{rows,    num_columns, bias,    nullptr, nullptr,
-                                nullptr, nullptr,     nullptr, best,    best_columns,
-                                num_exact};
-    find_largest(vocabulary, GroupedRows(rows, packed), num_threads);
+    const Vocabulary vocabulary{rows,         num_columns, bias,   best,
+                                best_columns, num_exact,   weight, panel_errors,
+                                panel_norms, largest_norm, nullptr};
+    const GroupedRows rounded(rows, packed);
+    if (weight == nullptr) {
+        find_largest<false>(vocabulary, rounded, num_threads);
+    } else {
+        find_largest<true>(vocabulary, rounded, num_threads);
+    }
 }

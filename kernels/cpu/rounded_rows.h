@@ -90,20 +90,25 @@ class GroupedRows {
           groups_(input.depth),
           tile_memory_(input.count, groups_),
           row_memory_(input.count, groups_),
+          change_memory_(static_cast<size_t>(input.count) * sizeof(RowChanges)),
           tiles_product_{packed, tile_memory_.rows(), groups_},
           rows_product_{packed, row_memory_.rows(), groups_} {}
 
     void round(const RowTiles& tiles, int64_t tile) const {
-        const int64_t first = tiles.start(tile);
+        const int64_t first = tiles.start(tile), end = first + tiles.size(tile);
+        RowChanges* changes = change_memory_.as<RowChanges>();
+        for (int64_t row = first; row < end; ++row) changes[row] = RowChanges();
         for (int64_t group = 0; group < groups_.count; ++group) {
             round_rows(input_.values, input_.stride, first, tiles.size(tile), groups_, group,
-                       tiles_product_.rows);
-            for (int64_t row = first; row < first + tiles.size(tile); ++row) {
+                       tiles_product_.rows, changes + first);
+            for (int64_t row = first; row < end; ++row) {
                 round_rows(input_.values, input_.stride, row, 1, groups_, group,
                            rows_product_.rows);
             }
         }
     }
+    // What rounding did to a row.
+    const RowChanges& changes(int64_t row) const { return change_memory_.as<RowChanges>()[row]; }
     bool is_finite(int64_t row) const {
         for (int64_t group = 0; group < groups_.count; ++group) {
             const float scale = rows_product_.rows.scales[row * groups_.count + group];
@@ -125,6 +130,7 @@ class GroupedRows {
     InputRows input_;
     Groups groups_;
     RoundedMemory tile_memory_, row_memory_;
+    Scratch change_memory_;
     GroupedProduct tiles_product_, rows_product_;
 };
 

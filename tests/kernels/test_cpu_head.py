@@ -7,7 +7,7 @@ import torch
 from cbatch_kernels.cpu_head import LargestLogits, VocabularyHead
 from cbatch_kernels.cpu_library import CPUKernels
 from cbatch_kernels.cpu_linear import LinearMode, choose_linear
-from cbatch_kernels.cpu_packed import Int8Linear
+from cbatch_kernels.cpu_packed import GroupedInt8Linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,6 +66,48 @@ def test_it_is_the_largest_of_all(
     check(head_of(weight, kernels), rows.sign() * rows.abs() ** tail * scale)
 
 
+EXTREMES = [1e-44, 1e-38, 1e-30, 1e-22, 1e-12, 1.0, 1e12, 1e22, 1e30, 1e38]
+
+
+@each_variant
+@settings(max_examples=200, deadline=None)
+@given(
+    num_columns=st.sampled_from([1, 33, 200]),
+    depth=st.sampled_from([1, 3, 64, 100, 200]),
+    seed=st.integers(0, 2**32),
+    of_weight=st.sampled_from(EXTREMES),
+    of_rows=st.sampled_from(EXTREMES),
+    is_mixed=st.booleans(),
+    is_coarse=st.booleans(),
+)
+def test_numbers_near_the_ends_of_float32(
+    kernels: CPUKernels,
+    num_columns: int,
+    depth: int,
+    seed: int,
+    of_weight: float,
+    of_rows: float,
+    is_mixed: bool,
+    is_coarse: bool,
+) -> None:
+    """Products that overflow or lose their last bits; groups of unlike sizes; ties."""
+    weight, rows = random(seed, num_columns, depth), random(seed + 1, 8, depth)
+    if is_coarse:
+        weight, rows = weight.round(), rows.round()
+    if is_mixed:
+        generator = torch.Generator().manual_seed(seed)
+        weight = weight * 10.0 ** torch.randint(-9, 1, weight.shape, generator=generator)
+        rows[:, : depth // 2] *= 1e-6
+    weight, rows = weight * of_weight, (rows * of_rows).clamp(-3e38, 3e38)
+    weight = weight.clamp(-3e38, 3e38)
+    head = head_of(weight, kernels)
+    expected, found = head.all_logits(rows), largest(head, rows)
+    is_nan = expected.isnan().any(dim=-1)
+    assert torch.equal(found.values.isnan(), is_nan)
+    assert torch.equal(found.values[~is_nan], expected.amax(dim=-1)[~is_nan])
+    assert torch.equal(found.token_ids[~is_nan], expected.argmax(dim=-1)[~is_nan])
+
+
 @each_variant
 def test_neighbours_that_eight_bits_cannot_tell_apart(kernels: CPUKernels) -> None:
     """Every column has copies that differ in their last bits, and the rows look at them."""
@@ -83,12 +125,51 @@ def test_neighbours_that_eight_bits_cannot_tell_apart(kernels: CPUKernels) -> No
 @each_variant
 def test_the_rounding_of_activations_counts(kernels: CPUKernels) -> None:
     """Weights of 8 bits exactly; a row whose roundings all go the same way against one column."""
-    row, weight = torch.full((1, 32), 0.49), torch.zeros(70, 32)
-    row[0, :2] = torch.tensor([32767.0, 10.0])  # one unit of activation is 1.0
-    weight[:, 0] = 127.0
-    weight[20, 2:], weight[50, 1] = 126.0, 126.0
+    row, weight = torch.full((1, 64), 0.49), torch.zeros(70, 64)
+    row[0, :2] = torch.tensor([127.0, -127.0])  # one unit of activation is 1.0
+    weight[20, 2:], weight[50, 0] = 127.0, 28.0
+    assert GroupedInt8Linear(weight, None, kernels)(row).argmax() == 50
     head = head_of(weight, kernels)
     assert head.all_logits(row).argmax() == 20
+    check(head, row)
+
+
+@each_variant
+def test_the_rounding_of_weights_counts(kernels: CPUKernels) -> None:
+    """A row that 8 bits hold; columns whose roundings all go the same way, each its own."""
+    row, weight = torch.ones(1, 64), torch.zeros(70, 64)
+    weight[:, 0], weight[20, 1:], weight[50, 1:41] = 127.0, 0.49, 0.51
+    rounded = GroupedInt8Linear(weight, None, kernels)(row)[0]
+    assert rounded[[20, 50]].tolist() == [127.0, 167.0]
+    head = head_of(weight, kernels)
+    assert head.all_logits(row).argmax() == 20
+    check(head, row)
+
+
+@each_variant
+def test_the_roundings_of_the_float32_product_count(kernels: CPUKernels) -> None:
+    """Nothing but a long sum is rounded, up at nearly every step, from 0.51 to 1."""
+    row, weight = torch.full((1, 640), 0.5), torch.zeros(70, 640)
+    row[:, :64] = 512.0
+    weight[[20, 50], :64] = 508.0  # products of 64 * 508 * 512, just below 2^24
+    weight[20, 64:] = 1.02
+    weight[50, 0] += 440 / 512
+    head = head_of(weight, kernels)
+    logits = head.all_logits(row)[0]
+    assert logits.argmax() == 20 and logits[50] > row[0].double() @ weight[20].double() + 100
+    check(head, row)
+
+
+@each_variant
+@pytest.mark.parametrize(("of_weight", "of_row"), [(-75, -75), (-110, -40), (-40, -110)])
+def test_what_is_lost_below_the_smallest_number_counts(
+    kernels: CPUKernels, of_weight: int, of_row: int
+) -> None:
+    """Products of 0.75 of it, which become 1 as they are added."""
+    row, weight = torch.full((1, 64), 1.5 * 2.0**of_row), torch.zeros(70, 64)
+    weight[20], weight[50, 0] = 2.0**of_weight, 72 * 2.0**of_weight
+    head = head_of(weight, kernels)
+    assert (head.all_logits(row)[0, [20, 50]].double() * 2.0**149).tolist() == [64, 54]
     check(head, row)
 
 
@@ -108,7 +189,7 @@ def test_columns_that_only_the_order_of_additions_tells_apart(kernels: CPUKernel
     head = head_of(weight, kernels)
     row = torch.full((1, 640), 0.1)
     best = head.all_logits(row).argmax(dim=-1)
-    assert best != Int8Linear(weight, None, kernels)(row).argmax(dim=-1)
+    assert best != GroupedInt8Linear(weight, None, kernels)(row).argmax(dim=-1)
     check(head, row)
 
 
@@ -122,6 +203,23 @@ def test_of_equal_logits_the_first(kernels: CPUKernels) -> None:
 def test_what_threads_computed_is_counted_together(kernels: CPUKernels) -> None:
     weight = random(20, 1, 16).repeat(20_000, 1)
     assert check(head_of(weight, kernels), random(21, 3, 16)) == 3 * len(weight)
+
+
+@each_variant
+def test_what_the_likely_one_surpasses_is_not_computed(kernels: CPUKernels) -> None:
+    """Logits whose bounds reach each other, but not the other logit itself."""
+    row, columns = torch.ones(1, 64), torch.full((500, 64), 2.0)
+    columns[:, 1:48] = 1.0
+    columns[300, 1:48] = 2.0
+    columns[:, 1::2] += 0.49
+    columns[:, 2::2] -= 0.49
+    columns[:, 0] = 127.0  # one unit of weight is 1.0
+    head = head_of(columns, kernels)
+    linear = GroupedInt8Linear(columns, None, kernels)
+    logits, reach = linear(row)[0], 8.0 * linear.errors.min()
+    others = logits[torch.arange(500) != 300]
+    assert (logits[300] - 2 * reach < others).all() and (logits[300] - reach > others).all()
+    assert 1 <= check(head, row) <= kernels.panel
 
 
 @each_variant

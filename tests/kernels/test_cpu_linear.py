@@ -114,6 +114,21 @@ def test_one_column_of_other_values_is_enough_to_round_by_larger_groups(
         assert linear.group == 128 and linear.errors.nonzero().tolist() == [[column]]
 
 
+@each_variant
+@pytest.mark.parametrize("kind", [Int8Linear, GroupedInt8Linear])
+def test_weights_whose_scale_has_few_bits_keep_their_signs(
+    kernels: CPUKernels, kind: type[Int8Linear | GroupedInt8Linear]
+) -> None:
+    """The scale of the smallest numbers that there are is rounded, and they are far above it."""
+    weight = torch.full((3, 32), 190 * 2.0**-149)
+    weight[1] *= -1.0
+    rows = torch.zeros(2, 32)
+    rows[:, 5] = 2.0**100
+    logits, expected = kind(weight, None, kernels)(rows), 190 * 2.0**-49
+    for column, sign in enumerate([1.0, -1.0, 1.0]):
+        assert ((sign * logits[:, column] / expected - 1.0).abs() < 0.5).all()
+
+
 DEPTHS = st.sampled_from([1, 3, 4, 8, 31, 63, 64, 65, 68, 127, 128, 129, 192, 250])
 
 
