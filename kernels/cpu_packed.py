@@ -159,9 +159,7 @@ class PackedBFloat16Linear(_PanelLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: CPUKernels) -> None:
         def pack(weight: int, num_columns: int, depth: int, packed: int, threads: int) -> None:
             lost = torch.empty(1, dtype=torch.int64)
-            kernels.pack_linear_bfloat16(
-                weight, num_columns, depth, packed, address(lost), threads
-            )
+            kernels.pack_linear_bfloat16(weight, num_columns, depth, packed, address(lost), threads)
             if lost.item():
                 raise ValueError("weight holds values that are none of bfloat16's")
 

@@ -47,7 +47,8 @@ from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults
 from cbatch_cli.models.packed_step import first_step_metadata
 from cbatch_cli.request import Request, RequestKey, SamplingParams
 from tests.cpu_variants import variants
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_llama
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_llama, tiny_model
+from tests.tiny_tokenizers import save_byte_tokenizer
 
 pytestmark = pytest.mark.skipif(not variants(), reason="the CPU kernels were not built")
 
@@ -156,6 +157,7 @@ class FakeKernels:
 
     def __init__(self) -> None:
         self.linear = self.largest_int8 = self.pack_linear = lambda *_: None
+        self.linear_bfloat16 = self.bits_beyond_bfloat16 = self.pack_linear_bfloat16 = self.linear
 
 
 def test_calls_are_noted_while_the_recorder_is_on() -> None:
@@ -167,11 +169,20 @@ def test_calls_are_noted_while_the_recorder_is_on() -> None:
         recorder.begin_step()
         kernels.linear(*linear)
         kernels.pack_linear()
+        kernels.linear_bfloat16(*linear)
+        kernels.bits_beyond_bfloat16()
+        kernels.pack_linear_bfloat16()
         recorder.begin_step()
         kernels.largest_int8(0, 0, 2, 5, 0, 0, 0, 9, 0, 0, 0, 0, 1)
     kernels.linear(*linear)
     assert noted == [
         Call(1, "linear", 1, Work(2 * 3 * 5 * 7, num_bytes=4 * 5 * 7, num_columns=7, depth=5)),
+        Call(
+            1,
+            "linear_bfloat16",
+            1,
+            Work(2 * 3 * 5 * 7, num_bytes=2 * 5 * 7, num_columns=7, depth=5),
+        ),
         Call(
             2,
             "largest_int8",
@@ -290,6 +301,20 @@ def test_the_calls_of_a_run_are_the_products_of_the_model(
     )
     assert run.calls_of("elementwise") and 0 < run.other_s < run.wall_s
     assert 0 < plain.outside_s < plain.stats.wall_s
+
+
+def test_a_model_of_bfloat16_weights_reads_half_of_the_bytes(
+    tmp_path: Path, kernels: CPUKernels
+) -> None:
+    tiny_model("gemma3", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = EngineConfig(
+        device="cpu", dtype="float32", attention_backend="cpu", num_kv_blocks=200, max_num_seqs=2
+    )
+    linears = timed(save_byte_tokenizer(tmp_path), config, kernels).profile().calls_of("linears")
+    assert {call.kernel for call in linears} == {"linear_bfloat16"}
+    assert {call.work.precision for call in linears} == {"float32"}
+    for call in linears:
+        assert call.work.num_bytes == 2 * call.work.depth * call.work.num_columns > 0
 
 
 def test_ceilings_are_of_what_is_there(kernels: CPUKernels) -> None:

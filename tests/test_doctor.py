@@ -22,7 +22,8 @@ from cbatch_cli.cpu_defaults import BUILT_IN, CPUDefaults, key_for, store_defaul
 from cbatch_cli.engine.kv_cache import KVCache, kv_cost
 from cbatch_cli.engine.kv_groups import one_group
 from cbatch_cli.engine.memory import available_memory
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tiny_model
+from tests.tiny_tokenizers import save_byte_tokenizer
 
 ON_CPU = ["--device", "cpu"]
 
@@ -106,6 +107,15 @@ def test_layers_that_are_alike_are_one_line(
         "two_stage": 1,
     }
     assert "operations" not in model
+
+
+def test_weights_that_stay_in_bfloat16_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    text = doctor(capsys, "-m", str(tmp_path), *ON_CPU, "--dtype", "float32")
+    assert "12 packed_bfloat16, 1 two_stage\n" in text
 
 
 def test_windows_softcaps_and_sinks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

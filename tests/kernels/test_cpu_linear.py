@@ -4,9 +4,16 @@ import math
 
 import pytest
 import torch
-from cbatch_kernels import cpu_linear
+from cbatch_kernels import cpu_linear, cpu_packed
 from cbatch_kernels.cpu_library import CPUKernels, KernelsUnavailable
-from cbatch_kernels.cpu_packed import GroupedInt8Linear, Int8Linear, Linear, OwnLinear, PackedLinear
+from cbatch_kernels.cpu_packed import (
+    GroupedInt8Linear,
+    Int8Linear,
+    Linear,
+    OwnLinear,
+    PackedBFloat16Linear,
+    PackedLinear,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +21,11 @@ from torch import Tensor
 from tests.cpu_variants import each_variant
 
 SIZES = st.sampled_from([1, 2, 7, 8, 31, 32, 33, 97, 130])
+
+
+each_own_linear = pytest.mark.parametrize(
+    "make", [PackedLinear, PackedBFloat16Linear, Int8Linear, GroupedInt8Linear]
+)
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -252,24 +264,24 @@ def test_int8_rows_of_zeros_and_of_broken_numbers(
 
 
 @each_variant
-@pytest.mark.parametrize("make", [PackedLinear, Int8Linear, GroupedInt8Linear])
+@each_own_linear
 def test_bits_do_not_depend_on_company_or_threads(
     kernels: CPUKernels, make: type[OwnLinear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = make(random(0, 200, 150), random(1, 200), kernels)
+    linear = make(random(0, 200, 150).bfloat16().float(), random(1, 200), kernels)
     rows = random(2, 70, 150)
     together = linear(rows)
     for threads in (1, 2, 3):
-        monkeypatch.setattr(cpu_linear, "num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(cpu_packed, "num_threads", lambda threads=threads: threads)
         for count in [*range(1, 28), 69]:
             assert torch.equal(linear(rows[:count]), together[:count])
             assert torch.equal(linear(rows[-count:]), together[-count:])
 
 
 @each_variant
-@pytest.mark.parametrize("make", [PackedLinear, Int8Linear, GroupedInt8Linear])
+@each_own_linear
 def test_strided_rows(kernels: CPUKernels, make: type[OwnLinear]) -> None:
-    linear = make(random(0, 9, 15), None, kernels)
+    linear = make(random(0, 9, 15).bfloat16().float(), None, kernels)
     rows = random(1, 6, 30)
     assert torch.equal(linear(rows[::2, 3:18]), linear(rows[::2, 3:18].contiguous()))
     assert torch.equal(linear(rows[:, ::2]), linear(rows[:, ::2].contiguous()))
