@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 TESTS = [
     "tests/kernels/test_cpu_head.py",
+    "tests/kernels/test_cpu_bfloat16_linear.py",
     "tests/kernels/test_cpu_layers.py",
     "tests/kernels/test_cpu_linear.py",
     "tests/kernels/test_cpu_sampling.py",
