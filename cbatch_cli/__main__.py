@@ -16,7 +16,7 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 
 # How often a thread of OpenMP looks whether the others are done before it sleeps. By itself it
 # looks for milliseconds, on the very core that they wait for when another process takes theirs.
-_OPENMP_SPINS = "1000"
+_OPENMP_SPINS = "5000"
 _OPENMP_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 

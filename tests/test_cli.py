@@ -414,7 +414,7 @@ def run_with_fake_job(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_waiting_threads_sleep_soon_unless_somebody_says_otherwise(
     settings: dict[str, str], expected: str | None
