@@ -1,9 +1,16 @@
-"""The compiled CPU kernels that tests run: every variant that this processor knows."""
+"""What tests of the compiled CPU kernels share: their variants, and numbers to compute with."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from cbatch_kernels.cpu_library import KernelsUnavailable, load_kernels, supported_variants
+from torch import Tensor
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    """Normally distributed float32, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def variants() -> tuple[str, ...]:

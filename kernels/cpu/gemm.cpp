@@ -13,9 +13,6 @@ namespace {
 // How far ahead weights are fetched that are read once, in steps of depth: by panels one after
 // another, and by several at once.
 constexpr int kPrefetchSteps = 64, kPrefetchStepsOfEach = 32;
-// Up to so many tiles memory is what is waited for, and the second cache can have more lines on their
-// way than the first; with more tiles computing is, for which weights lie better in the first.
-constexpr int64_t kTilesToWaitForMemory = 2;
 
 // A step of depth of a panel, as the two vectors of its columns, and where a column lies in it.
 // bfloat16 values lie so that a little-endian word has one of each vector: either takes a single
@@ -139,7 +136,7 @@ void multiply_panel(const Product<Weight>& product, const float* rows, const Row
     // A single tile reads its panel once: what it needs next is a little further on.
     const int64_t steps_ahead = num_tiles == 1 ? kPrefetchSteps : panels_ahead * depth;
     const Weight* ahead = product.panels + (panel * depth + steps_ahead) * kPanel;
-    const auto multiply = num_tiles <= kTilesToWaitForMemory ? multiply_tile<kMaxRows, 2, Weight>
+    const auto multiply = num_tiles <= kFewTiles ? multiply_tile<kMaxRows, 2, Weight>
                                                              : multiply_tile<kMaxRows, 3, Weight>;
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
         const int64_t first = tiles.start(tile);

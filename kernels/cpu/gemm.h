@@ -29,6 +29,11 @@ struct RowTiles {
     }
 };
 
+// Up to so many tiles are done with a panel before the next one has come: memory is what is waited
+// for, and the second cache can have more lines on their way than the first, where they would take
+// the panel's own place. With more tiles computing is, for which weights lie better in the first.
+constexpr int64_t kFewTiles = 2;
+
 // The weights that a thread will need next, fetched while it multiplies: where a panel meets several
 // tiles of rows it is read from a near cache, and memory would rest meanwhile.
 struct NextWeights {

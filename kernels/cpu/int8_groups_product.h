@@ -8,7 +8,6 @@ namespace {
 constexpr int kLinesPerStep = kStepBytes > 64 ? kStepBytes / 64 : 1;
 // How far ahead weights of panels that are multiplied at once are fetched, in steps.
 constexpr int kStepsAhead = 16;
-constexpr int64_t kFewTiles = 2;
 
 struct GroupedProduct {
     const uint8_t* panels;
@@ -45,8 +44,6 @@ CBATCH_INLINE void multiply(const GroupedProduct& product, int64_t first_row, in
     int64_t num_done = 0;
     const auto advance = [&]() __attribute__((always_inline)) {
         if constexpr (PANELS == 1) {
-            // Few tiles are done with a panel before the next one has come, and in the nearest
-            // cache that would take the panel's own place.
             if (few_tiles) {
                 next.fetch<kLinesPerStep, 2>(num_done++);
             } else {

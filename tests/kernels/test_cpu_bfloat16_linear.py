@@ -12,14 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cpu_variants import each_variant
+from tests.cpu_variants import each_variant, random
 
 COLUMNS = st.sampled_from([1, 7, 8, 9, 16, 31, 32, 33, 64, 65, 97, 128, 130, 300])
 DEPTHS = st.sampled_from([1, 2, 3, 31, 32, 63, 64, 65, 97, 130, 257])
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of_bits(bits: list[int]) -> Tensor:

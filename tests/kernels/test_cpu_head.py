@@ -12,13 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cpu_variants import each_variant
+from tests.cpu_variants import each_variant, random
 
 each_mode = pytest.mark.parametrize("mode", ["deterministic", "w8a16", "w8a8"])
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def head_of(weight: Tensor, kernels: CPUKernels) -> VocabularyHead:

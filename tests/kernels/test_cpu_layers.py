@@ -8,13 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cpu_variants import each_variant
+from tests.cpu_variants import each_variant, random
 
 DIMS = st.sampled_from([1, 3, 16, 64, 100, 640])
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.cpu_variants import each_variant
+from tests.cpu_variants import each_variant, random
 
 SIZES = st.sampled_from([1, 2, 7, 8, 31, 32, 33, 97, 130])
 
@@ -26,10 +26,6 @@ SIZES = st.sampled_from([1, 2, 7, 8, 31, 32, 33, 97, 130])
 each_own_linear = pytest.mark.parametrize(
     "make", [PackedLinear, PackedBFloat16Linear, Int8Linear, GroupedInt8Linear]
 )
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_variant
